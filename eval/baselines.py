@@ -8,7 +8,6 @@ from typing import Any
 from spectrain.config.choices import find_choice, load_constructor
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.ngram import Ngram
@@ -67,7 +66,7 @@ class Baselines(EvalExtension):
         if (
             "early_exit" in self.names
             and self.exit_layer is None
-            and not isinstance(candidate.drafter, DrafterWithExits)
+            and candidate.drafter.capabilities.at_exit is None
         ):
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
 

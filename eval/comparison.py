@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.eval.columns import (
     DRAFTER,

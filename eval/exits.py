@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.eval.drift import Text, own_answers, target_drift
 from spectrain.eval.metrics import Turn
 from spectrain.models.target import Target
@@ -33,7 +32,7 @@ def judge_target(
     if original is not None:
         texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
         result["target_drift"] = target_drift(original, target, texts, max_new_tokens)
-    if isinstance(candidate.drafter, DrafterWithExits):
+    if candidate.drafter.capabilities.at_exit is not None:
         models = (
             {"target": target} if original is None else {"original": original, "trained": target}
         )

@@ -20,7 +20,7 @@ from spectrain.decoding.session import (
     prepare_for_decoding,
     tune_drafter,
 )
-from spectrain.drafters.capabilities import find_datastore
+from spectrain.drafters.base import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines
 from spectrain.eval.columns import DRAFTER, tracked_systems

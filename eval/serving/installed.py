@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval

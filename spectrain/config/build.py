@@ -1,5 +1,8 @@
 """Groups of settings, and construction of what they name. Only what a yaml in conf/ names is
 constructed.
+
+What composes and checks settings is imported where settings are composed or built, so that targets
+and drafters which are made in Python need neither.
 """
 
 from __future__ import annotations
@@ -13,11 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
-
 from spectrain.errors import UserError, suggest_nearest
 
-from .check import check_node
 from .choices import (
     choice_name,
     find_group,
@@ -40,6 +40,7 @@ def register_resolvers(device: str = "auto") -> None:
     `${embedded:A}` stand for: A on a machine without a GPU and B on one with a GPU, or according to
     `device`; A of the embedded conversations, and null of data that the user names."""
     import torch
+    from omegaconf import OmegaConf
 
     from .search_path import register_search_path
 
@@ -197,6 +198,8 @@ class GroupSpec:
         """Construct what the choice names, after a check of the settings; return None for an
         empty group.
         """
+        from .check import check_node
+
         if not self:
             return None
         checked = check_node(self.group, self.node)
@@ -244,6 +247,8 @@ def find_config_type(constructor: Any) -> Any:
 
 def to_containers(value: Any) -> Any:
     """Return settings as plain dictionaries and lists."""
+    from omegaconf import OmegaConf
+
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from spectrain.errors import UserError
 
-from .saved import COPY_AGAIN, MAX_FILE_BYTES, read_json
+from .plain_files import COPY_AGAIN, MAX_FILE_BYTES, read_json
 
 Content = TypeVar("Content")
 

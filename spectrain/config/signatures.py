@@ -129,6 +129,19 @@ class ParsedModule:
     lines: list[str]
     tree: ast.Module
 
+    @property
+    def statements(self) -> list[ast.stmt]:
+        """Return the statements of the module, and those that type checkers alone see."""
+        return [
+            statement
+            for node in self.tree.body
+            for statement in (
+                node.body
+                if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                else [node]
+            )
+        ]
+
 
 def _find_module(module: str) -> ParsedModule | None:
     parts = module.split(".")
@@ -153,7 +166,7 @@ def _find_definition(module: str, name: str) -> tuple[ParsedModule, ast.stmt] | 
     source = _find_module(module)
     if source is None:
         return None
-    for node in source.tree.body:
+    for node in source.statements:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return source, node
         if isinstance(node, ast.Assign) and any(

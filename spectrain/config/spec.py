@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from .build import GroupSpec, to_containers
+from .plain_files import read_yaml
 from .resolve import LowerLayers, resolve
-from .saved import parse_groups, read_yaml
+from .saved import parse_groups
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.data.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.errors import UserError
 from spectrain.files import atomic_write

@@ -17,8 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from spectrain.drafters.base import Drafter, Drafts
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.base import Drafter, Drafts, adapts_layers
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compile_function, compile_layers

@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spectrain.drafters.base import Drafter, Drafts
-from spectrain.drafters.capabilities import prefill_prompts
+from spectrain.drafters.base import Drafter, Drafts, prefill_prompts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer

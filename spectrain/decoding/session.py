@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from spectrain.drafters.base import Drafter, Drafts
-from spectrain.drafters.capabilities import Capabilities, TunableDrafter
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
@@ -375,13 +375,14 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
 
 def tune_drafter(drafter: Drafter, target: Target, prompts: PromptLoader, depth: int) -> None:
     """Let a drafter that has settings to search search them, for trees of this depth."""
-    if not isinstance(drafter, TunableDrafter) or not drafter.needs_search:
+    search = drafter.capabilities.search
+    if search is None:
         return
     texts = []
     for prompt in prompts():
-        limit = min(drafter.answer_tokens, target.max_length - len(prompt))
+        limit = min(search.answer_tokens, target.max_length - len(prompt))
         texts.append((prompt, decode(target, [prompt], Greedy(), limit)[0].output))
-    drafter.search(target, texts, depth)
+    search.run(drafter, target, texts, depth)
 
 
 def require_capture(session: Session, key: str) -> None:

@@ -1,7 +1,8 @@
 """The contract that every family of drafters fulfils. Shapes: B batch, T tokens, K draft steps.
 
 A family is one class in one file: `loss` trains it, `draft` decodes with it, side by side so that
-they agree.
+they agree. What the contract only names in signatures (the target, a batch, a tree builder) is
+imported for type checkers alone, so a reader and an interpreter need few files to know it.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.choices import find_choice
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
-from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .capabilities import Capabilities, DraftingCost, SavedFiles
 from .context import Context
+
+if TYPE_CHECKING:
+    from spectrain.data.datastore import Datastore
+    from spectrain.features.batch import Batch
+    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,7 @@ class Drafter(nn.Module, ABC):
     """A model that proposes its target's next tokens. The constructor takes runtime objects by one
     keyword, `target`.
 
-    A family declares what only some can do in `capabilities` and by the base classes beside it
-    (drafters/capabilities.py).
+    A family declares what only some can do in `capabilities` (drafters/capabilities.py).
     """
 
     # Features that it reads in training and decoding; empty for an independent model.
@@ -137,7 +139,6 @@ class Drafter(nn.Module, ABC):
     starts_trained: bool = False
     capabilities = Capabilities()
     saved = SavedFiles()
-    _cost_type: type[DraftingCost] = DraftingCost
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -148,8 +149,8 @@ class Drafter(nn.Module, ABC):
 
     @property
     def cost(self) -> DraftingCost:
-        """What drafting takes, as the family's `_cost_type` computes it."""
-        return self._cost_type(self)
+        """What drafting takes."""
+        return self.capabilities.cost(self)
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return what a training step computes, for the plan: by default every module of the
@@ -165,6 +166,9 @@ class Drafter(nn.Module, ABC):
         """Return the training losses of a batch with the stage's features. A training-free
         family raises UserError.
         """
+        # Only this sentence needs the names of choices.
+        from spectrain.config.choices import find_choice
+
         name = (
             find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}")
             or type(self).__name__
@@ -205,3 +209,31 @@ class Drafter(nn.Module, ABC):
 def has_weights(drafter: Drafter) -> bool:
     """Return whether the drafter has parameters of its own."""
     return any(True for _ in drafter.parameters())
+
+
+def prefill_prompts(
+    drafter: nn.Module | None, context: Context, tokens: Tensor, lengths: Tensor
+) -> Features:
+    """Run prompts [B, T] into the empty cache, as the drafter does it or else without additions."""
+    if isinstance(drafter, Drafter) and (prefill := drafter.capabilities.prefill) is not None:
+        return prefill(drafter, context, tokens, lengths)
+    return context.prefill(tokens, lengths)
+
+
+def adapts_layers(drafter: nn.Module) -> bool:
+    """Tell whether the drafter, or one that it contains, changes what single layers of the
+    target compute.
+    """
+    return any(
+        module.capabilities.adapts_layers
+        for module in drafter.modules()
+        if isinstance(module, Drafter)
+    )
+
+
+def find_datastore(drafter: nn.Module) -> Datastore | None:
+    """Return the first datastore that the drafter, or one that it contains, copies from."""
+    stores = (
+        module.capabilities.datastore for module in drafter.modules() if isinstance(module, Drafter)
+    )
+    return next((store for store in stores if store is not None), None)

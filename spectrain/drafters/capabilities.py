@@ -1,29 +1,29 @@
 """What some families can do and others cannot, what drafting costs, and the files of a saved
 drafter.
 
-`Capabilities` and `SavedFiles` are data: values of the class, or of an instance if they depend on
-its settings. A capability that computes something is a method: the family inherits the small base
-class below that declares it.
+A family declares what it can do as one object, `Capabilities`: a value of the class, or of an
+instance if it depends on its settings. A field that computes something is a function whose first
+argument is the drafter, so that a copy of a drafter computes with itself.
 Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from spectrain.data.datastore import Datastore
-from spectrain.features.batch import Batch
-from spectrain.models.features import Features
-from spectrain.models.lora import TargetTraining
-from spectrain.models.target import Target
-from spectrain.trees.base import TreeBuilder
+if TYPE_CHECKING:
+    from spectrain.data.datastore import Datastore
+    from spectrain.features.batch import Batch
+    from spectrain.models.features import Features
+    from spectrain.models.lora import TargetTraining
+    from spectrain.models.target import Target
+    from spectrain.trees.base import TreeBuilder
 
-from .context import Context
+    from .context import Context
 
 Text = tuple[list[int], list[int]]  # prompt, answer
 
@@ -55,139 +55,38 @@ class OnPolicy:
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What a family can do beyond drafting."""
+class InitialFit:
+    """Initial weights that are fitted to the target's states before the first training step."""
 
-    # Another drafter can contain it: it leaves verification to the target and adds no nodes to the
-    # tree.
-    nestable: bool = True
-    # It drafts from the text and the target's features in `layers` alone, so features that were
-    # recorded serve as well as the target itself. Families that run the target to draft, or add
-    # nodes to its forwards, do not.
-    drafts_from_features: bool = False
-    # It drafts chains, and refuses a tree that branches.
-    chains_only: bool = False
-    # It looks drafts up and computes no distribution, so nothing is drawn.
-    is_copier: bool = False
-    # Its trees hold copies without a draft probability q, so rules that weigh p against q are
-    # refused.
-    has_no_q: bool = False
-    # It learns for an acceptance rule, which has the name of its recipe, and trains nothing that
-    # drafts.
-    is_acceptance_probe: bool = False
-    # Its rollout runs a path of several given tokens in one step.
-    scores_path_at_once: bool = False
-    # How its rounds are captured; None if they cannot be.
-    capture: Capture | None = None
-    # How it learns from its own drafts; None if it cannot.
-    on_policy: OnPolicy | None = None
-    # How it trains the target, which the run then saves too; None leaves the target unchanged.
-    target_training: TargetTraining | None = None
+    # Number of tokens of the data that the fit reads.
+    num_tokens: int
+    # Sets the weights of the drafter from batches that hold the features of the first stage.
+    run: Callable[[Any, Sequence[Batch], Target], None]
 
 
-class PromptRunner(ABC):
-    """A drafter that runs the prompts itself, with tokens of its own after them."""
-
-    # Whether single layers of the target compute something else at its tokens, so that they cannot
-    # be compiled or split.
-    adapts_layers: bool = False
-
-    @abstractmethod
-    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        """Run prompts [B, T], padded on the right, into the empty cache, and return what
-        `Context.prefill` returns.
-        """
-
-
-class RewindableDrafter(ABC):
-    """A drafter that reads the text alone, so that another process can draft ahead of
-    verification.
-    """
-
-    @abstractmethod
-    def rewind(self, lengths: Tensor) -> None:
-        """Forget what was read of each text from these lengths [B] on."""
-
-
-class FittedDrafter(ABC):
-    """A drafter whose initial weights are fitted to the target's states before the first
-    training step.
-    """
-
-    # Number of tokens of the data that `fit_start` reads; 0 leaves the initial weights as they are.
-    fit_tokens: int = 0
-
-    @abstractmethod
-    def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
-        """Set the initial weights from batches that hold the features of the first stage."""
-
-
-class DrafterWithExits(ABC):
-    """A drafter that can draft from any layer of the target."""
-
-    @abstractmethod
-    def at_exit(self, exit_layer: int, target: Target) -> Any:
-        """Return the same drafter, with shared weights, at another exit."""
-
-
-class ContextParallelDrafter(ABC):
-    """A drafter whose loss processes share by columns of a batch (`trainer.context_parallel`): only
-    its attention, in the training through `Batch.piece`, reads other columns."""
-
-    @property
-    @abstractmethod
-    def label_reach(self) -> int:
-        """The largest number of columns from a column to the labels of its losses."""
-
-    @property
-    @abstractmethod
-    def num_heads(self) -> int:
-        """The number of query heads of its attention."""
-
-
-class TunableDrafter(ABC):
-    """A drafter that searches its settings before decoding, on the target's greedy answers to
-    prompts that are not scored.
+@dataclass(frozen=True)
+class SettingsSearch:
+    """Settings that are still open, and are searched before decoding on the target's greedy answers
+    to prompts that are not scored.
     """
 
     # Number of tokens of each answer.
     answer_tokens: int
-    # Whether settings are still open.
-    needs_search: bool
-
-    @abstractmethod
-    def search(self, target: Target, texts: list[Text], depth: int) -> None:
-        """Search the settings for trees of this depth."""
+    # Searches the settings of the drafter on these texts, for trees of this depth; then nothing is
+    # open.
+    run: Callable[[Any, Target, list[Text], int], None]
 
 
-class StoreReader(ABC):
-    """A drafter that copies from a datastore, which must not hold scored texts."""
-
-    datastore: Datastore | None
-
-
-def prefill_prompts(
-    drafter: nn.Module | None, context: Context, tokens: Tensor, lengths: Tensor
-) -> Features:
-    """Run prompts [B, T] into the empty cache, as the drafter does it or else without additions."""
-    if isinstance(drafter, PromptRunner):
-        return drafter.prefill(context, tokens, lengths)
-    return context.prefill(tokens, lengths)
-
-
-def adapts_layers(drafter: nn.Module) -> bool:
-    """Tell whether the drafter, or one that it contains, changes what single layers of the
-    target compute.
+@dataclass(frozen=True)
+class ContextParallel:
+    """A loss that processes share by columns of a batch (`trainer.context_parallel`): only its
+    attention, in the training through `Batch.piece`, reads other columns.
     """
-    return any(
-        module.adapts_layers for module in drafter.modules() if isinstance(module, PromptRunner)
-    )
 
-
-def find_datastore(drafter: nn.Module) -> Datastore | None:
-    """Return the first datastore that the drafter, or one that it contains, copies from."""
-    stores = (module.datastore for module in drafter.modules() if isinstance(module, StoreReader))
-    return next((store for store in stores if store is not None), None)
+    # The largest number of columns from a column to the labels of the loss.
+    label_reach: int
+    # Number of query heads of the drafter's attention.
+    num_heads: int
 
 
 class DraftingCost:
@@ -230,6 +129,60 @@ class OutputLayerCost(DraftingCost):
 
     def weights(self, target: Target) -> nn.Module:
         return nn.ModuleList([self.drafter, self.drafter.head.output])
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a family can do beyond drafting, and what its drafting takes."""
+
+    # Another drafter can contain it: it leaves verification to the target and adds no nodes to the
+    # tree.
+    nestable: bool = True
+    # It drafts from the text and the target's features in `layers` alone, so features that were
+    # recorded serve as well as the target itself. Families that run the target to draft, or add
+    # nodes to its forwards, do not.
+    drafts_from_features: bool = False
+    # It drafts chains, and refuses a tree that branches.
+    chains_only: bool = False
+    # It looks drafts up and computes no distribution, so nothing is drawn.
+    is_copier: bool = False
+    # Its trees hold copies without a draft probability q, so rules that weigh p against q are
+    # refused.
+    has_no_q: bool = False
+    # It learns for an acceptance rule, which has the name of its recipe, and trains nothing that
+    # drafts.
+    is_acceptance_probe: bool = False
+    # Its rollout runs a path of several given tokens in one step.
+    scores_path_at_once: bool = False
+    # Single layers of the target compute something else at its tokens, so that they cannot be
+    # compiled or split.
+    adapts_layers: bool = False
+    # How its rounds are captured; None if they cannot be.
+    capture: Capture | None = None
+    # How it learns from its own drafts; None if it cannot.
+    on_policy: OnPolicy | None = None
+    # How it trains the target, which the run then saves too; None leaves the target unchanged.
+    target_training: TargetTraining | None = None
+    # How its initial weights are fitted; None leaves them as they are.
+    initial_fit: InitialFit | None = None
+    # How processes share its loss by columns; None if they cannot.
+    context_parallel: ContextParallel | None = None
+    # How its open settings are searched; None if none is open.
+    search: SettingsSearch | None = None
+    # The store that it copies from, which must not hold scored texts.
+    datastore: Datastore | None = None
+    # Runs prompts [B, T], padded on the right, with tokens of its own after them, into the empty
+    # cache: (drafter, context, tokens, lengths) -> what `Context.prefill` returns. None runs the
+    # prompts alone.
+    prefill: Callable[[Any, Context, Tensor, Tensor], Features] | None = None
+    # Forgets what was read of each text from these lengths [B] on, so that another process can
+    # draft ahead of verification: (drafter, lengths). None if it reads more than the text.
+    rewind: Callable[[Any, Tensor], None] | None = None
+    # Returns the same drafter, with shared weights, at another exit of the target: (drafter, layer,
+    # target). None if it has no exits.
+    at_exit: Callable[[Any, int, Target], Any] | None = None
+    # What drafting takes.
+    cost: type[DraftingCost] = DraftingCost
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 from .base import Drafter, Losses, Stage, TrainingState
-from .capabilities import Capabilities, Capture, OnPolicy, RewindableDrafter, SavedFiles
+from .capabilities import Capabilities, Capture, OnPolicy, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Causal(Drafter, RewindableDrafter):
+class Causal(Drafter):
     """A small LM with the target's tokenizer, which drafts one token per forward.
 
     It starts from one of three origins: `num_layers` of the target, evenly spaced with its first
@@ -88,7 +88,9 @@ class Causal(Drafter, RewindableDrafter):
         self.beta = beta
         self.loss_temperature = loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
-        self.capabilities = replace(self.capabilities, on_policy=OnPolicy(self.model))
+        self.capabilities = replace(
+            self.capabilities, on_policy=OnPolicy(self.model), rewind=type(self).rewind
+        )
         self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head
@@ -185,6 +187,7 @@ class Causal(Drafter, RewindableDrafter):
         self.cache.roll_back(committed=1)
 
     def rewind(self, lengths: Tensor) -> None:
+        """Cut the cache to these lengths [B]."""
         assert self.cache is not None
         self.cache.crop(lengths)
 

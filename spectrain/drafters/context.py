@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.kernels.token_commit import TextBatch, token_commit
-from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.features import Features, Layer
-from spectrain.models.kv_cache import TreeCache
-from spectrain.models.partial_forward import PartialForward
-from spectrain.models.target import Target
-from spectrain.trees.base import TreeBuilder
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.models.cache_types import KeyValueShape
+    from spectrain.models.kv_cache import TreeCache
+    from spectrain.models.partial_forward import PartialForward
+    from spectrain.models.target import Target
+    from spectrain.trees.base import TreeBuilder
 
 
 @dataclass
@@ -99,15 +102,7 @@ class Context:
         """
         if self.round and cached is not None:
             return cached
-        batch = len(self.num_new)
-        length = self.cache.max_length + extra
-        bound = None if self.cache.bound is None else self.cache.bound + 1
-        if cached is not None and bound is not None:
-            sizes = len(cached.layers), len(cached.lengths), cached.max_length, cached.bound
-            if sizes == (num_layers, batch, length, bound):
-                cached.reset()
-                return cached
-        return TreeCache(num_layers, batch, length, self.tokens.device, bound, shapes)
+        return self.cache.for_drafter(cached, num_layers, extra, shapes)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
         """Run the prompts [B, T], padded on the right, into the empty cache. The logits [B, 1,

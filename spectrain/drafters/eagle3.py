@@ -29,13 +29,18 @@ from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
-from .capabilities import ContextParallelDrafter, FittedDrafter, OnPolicy, SavedFiles
+from .capabilities import (
+    ContextParallel,
+    InitialFit,
+    OnPolicy,
+    SavedFiles,
+)
 from .context import Context
 
 VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 
 
-class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
+class Eagle3(UnrolledEagle):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward
     pass.
 
@@ -98,7 +103,14 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         self.divergence = loss
         self.step_decay = step_decay
         self.norm_output = complete["norm_output"]
-        self.fit_tokens = fit_tokens if start == "fitted" else 0
+        fit = None
+        if start == "fitted" and fit_tokens:
+            fit = InitialFit(fit_tokens, type(self).fit_start)
+        self.capabilities = replace(
+            self.capabilities,
+            initial_fit=fit,
+            context_parallel=ContextParallel(ttt_steps, self.self_attn.num_heads),
+        )
         if freeze_output and start == "random":
             raise UserError(
                 "drafter.freeze_output=true: a random output layer must learn; use "
@@ -125,10 +137,6 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         self.starts_trained = fit_eagle(self, batches, target)
 
     # Training
-
-    @property
-    def label_reach(self) -> int:
-        return self.num_steps
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the drafter over its own hidden states, with the true tokens as input; gradients

@@ -33,7 +33,6 @@ from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
-from .capabilities import DrafterWithExits
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 Curriculum = Literal["rotational", "gradual", "all"]
 
 
-class EarlyExit(SelfDrafter, DrafterWithExits):
+class EarlyExit(SelfDrafter):
     """Drafts with the layers before `exit_layer` and the target's norm and head; training adapts
     the target to that.
 
@@ -106,7 +105,9 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
-        self.capabilities = replace(self.capabilities, target_training=self.target_training)
+        self.capabilities = replace(
+            self.capabilities, target_training=self.target_training, at_exit=type(self).at_exit
+        )
         self.head = target.head
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:

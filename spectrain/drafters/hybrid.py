@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost, build_inner
+from spectrain.drafters.layers.inner_drafters import (
+    DrafterWrapper,
+    InnerCost,
+    build_inner,
+    wrapper_capabilities,
+)
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
@@ -17,8 +22,8 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
-from .base import Drafter
-from .capabilities import DraftingCost, PromptRunner, SavedFiles, StoreReader, prefill_prompts
+from .base import Drafter, prefill_prompts
+from .capabilities import SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ class CostWithCopies(InnerCost):
         return super().extra_nodes(builder) + PATIENCE
 
 
-class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
+class DrafterWithCopies(DrafterWrapper):
     """Merges the tree of the drafter `inner` with copies, under the builder's budget.
 
     Nodes are chosen by calibrated acceptance probability, which is learned while decoding for each
@@ -45,17 +50,21 @@ class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
     drafts next.
     """
 
-    _cost_type: type[DraftingCost] = CostWithCopies
-
     def __init__(self, inner: Drafter, copying: CopySource) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
         self.skippable = SkippableDrafter(inner)
         self.layers = inner.layers
-        self.datastore = copying.store
-        self.capabilities = replace(inner.capabilities, capture=None, has_no_q=True, nestable=False)
+        self.capabilities = replace(
+            wrapper_capabilities(inner),
+            has_no_q=True,
+            datastore=copying.store,
+            prefill=type(self).prefill,
+            cost=CostWithCopies,
+        )
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        """Run the prompts as the inner drafter does."""
         return prefill_prompts(self.inner, context, tokens, lengths)
 
     def draft(self, context: Context) -> Draft:

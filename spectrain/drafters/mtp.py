@@ -31,14 +31,14 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
-from .capabilities import ContextParallelDrafter, SavedFiles
+from .capabilities import ContextParallel, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Mtp(FeatureLayerDrafter, ContextParallelDrafter):
+class Mtp(FeatureLayerDrafter):
     """One layer of the target's kind, with the target's embedding and head: h' = norm(layer(M
     [norm(E(x)); norm(h)])) (DeepSeek-V3, equations 21 to 23).
 
@@ -75,6 +75,10 @@ class Mtp(FeatureLayerDrafter, ContextParallelDrafter):
         self.block = TargetLayer(target)
         self.enorm, self.hnorm = (copy.deepcopy(self.block.norm) for _ in range(2))
         self.fc = nn.Linear(2 * target.width, target.width, bias=False)
+        self.capabilities = replace(
+            self.capabilities,
+            context_parallel=ContextParallel(num_steps, num_heads(self.block.decoder.config)),
+        )
         self.saved = replace(
             self.saved,
             layout={
@@ -149,14 +153,6 @@ class Mtp(FeatureLayerDrafter, ContextParallelDrafter):
         )
 
     # Training
-
-    @property
-    def label_reach(self) -> int:
-        return self.num_steps
-
-    @property
-    def num_heads(self) -> int:
-        return num_heads(self.block.decoder.config)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the layer over its own output; gradients flow through all steps."""

@@ -4,6 +4,7 @@ tokens, without training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,14 +15,14 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.trie import Trie
 
 from .base import Drafter
-from .capabilities import Capabilities, RewindableDrafter
+from .capabilities import Capabilities
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Ngram(Drafter, RewindableDrafter):
+class Ngram(Drafter):
     """Copies the continuations of earlier occurrences of the text's last `shortest` to `longest`
     tokens.
 
@@ -42,6 +43,7 @@ class Ngram(Drafter, RewindableDrafter):
         matches: int = 64,
     ) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         if longest < 1:
             raise UserError(f"drafter.longest={longest}: use 1 or more")
         if not 1 <= shortest <= longest:
@@ -68,4 +70,5 @@ class Ngram(Drafter, RewindableDrafter):
         )
 
     def rewind(self, lengths: Tensor) -> None:
+        """Forget the texts; the next round reads them anew."""
         self.texts.reset_texts()

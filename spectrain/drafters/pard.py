@@ -65,7 +65,6 @@ class Pard(Drafter):
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"))
-    _cost_type = OnePassCost
 
     def __init__(
         self,
@@ -127,7 +126,9 @@ class Pard(Drafter):
         self.last: Tensor | None = None  # [B, 1, F] the features of the last committed token
         self.saved = replace(self.saved, settings=describe_model(self.model))
         capture = Capture(state_names=("cache", *(("last",) if wide else ())))
-        self.capabilities = Capabilities(drafts_from_features=True, capture=capture)
+        self.capabilities = Capabilities(
+            drafts_from_features=True, capture=capture, cost=OnePassCost
+        )
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the mask near the mean embedding."""

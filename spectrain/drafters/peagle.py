@@ -35,7 +35,7 @@ from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
-from .capabilities import ContextParallelDrafter, OnePassCost, SavedFiles
+from .capabilities import ContextParallel, OnePassCost, SavedFiles
 from .context import Context
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 NUM_DRAFTS = 8
 
 
-class PEagle(EagleDrafter, ContextParallelDrafter):
+class PEagle(EagleDrafter):
     """EAGLE-3's layers, with `num_drafts` - 1 masks after the root.
 
     A mask is the mask token's embedding with one learned `mask_hidden` instead of the target's
@@ -67,8 +67,7 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
             "architecture",
         )
     )
-    capabilities = replace(EagleDrafter.capabilities, on_policy=None)
-    _cost_type = OnePassCost
+    capabilities = replace(EagleDrafter.capabilities, on_policy=None, cost=OnePassCost)
 
     def __init__(
         self,
@@ -115,6 +114,10 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
                 "at a time"
             )
         self.num_drafts = num_drafts
+        self.capabilities = replace(
+            self.capabilities,
+            context_parallel=ContextParallel(num_drafts, self.self_attn.num_heads),
+        )
         self.divergence = loss
         self.drop = ConditionalDrop(num_drafts, keep, keep_least, seed)
         self.mask_token_id = resolve_mask_token(target, mask_token_id)
@@ -127,10 +130,6 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         super().prepare(target, token_counts)
 
     # Training
-
-    @property
-    def label_reach(self) -> int:
-        return self.num_drafts
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the layers over all tokens and masks."""

@@ -4,20 +4,21 @@ training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.rollout import Draft
 
 from .base import Drafter
-from .capabilities import Capabilities, StoreReader
+from .capabilities import Capabilities
 from .context import Context
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Retrieval(Drafter, StoreReader):
+class Retrieval(Drafter):
     """Merges continuations of earlier matches of the text's end into one tree, weighted by
     calibrated probability.
 
@@ -44,7 +45,7 @@ class Retrieval(Drafter, StoreReader):
     ) -> None:
         super().__init__()
         self.copying = CopySource.open(store, target.tokenizer, longest, matches, enough)
-        self.datastore = self.copying.store
+        self.capabilities = replace(self.capabilities, datastore=self.copying.store)
 
     def draft(self, context: Context) -> Draft:
         proposals = self.copying.propose_copies(context)

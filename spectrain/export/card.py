@@ -10,7 +10,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch

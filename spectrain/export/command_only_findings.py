@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spectrain.config.command_only import find_command_only
-from spectrain.config.saved import read_json, read_yaml
+from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.errors import UserError
 
 from .layout import Finding

@@ -20,12 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.config.choices import choice_name
-from spectrain.config.saved import (
-    check_choices,
-    check_no_directives,
-    parse_groups,
-    read_json_object,
-)
+from spectrain.config.plain_files import read_json_object
+from spectrain.config.saved import check_choices, check_no_directives, parse_groups
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from spectrain.config.saved import parse_groups, read_yaml
+from spectrain.config.plain_files import read_yaml
+from spectrain.config.saved import parse_groups
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError

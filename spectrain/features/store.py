@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, try_lock, write_text

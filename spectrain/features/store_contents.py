@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.data.chat import Example
 from spectrain.errors import UserError
 from spectrain.models.features import Layer

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from spectrain.config.saved import require_regular_file
+from spectrain.config.plain_files import require_regular_file
 from spectrain.errors import UserError
 from spectrain.files import write_text
 

@@ -25,7 +25,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from spectrain.config.checked_json import read_json_as
-from spectrain.config.saved import require_regular_file
+from spectrain.config.plain_files import require_regular_file
 from spectrain.errors import UserError
 from spectrain.files import lock_file, write_text
 

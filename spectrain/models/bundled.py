@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 
-from .gguf_header import check_gguf_header
 from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
 
@@ -76,6 +75,9 @@ def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
     """Return the directory of a GGUF model in transformers format, dequantized to float32; the
     first call writes it. Without weights, the directory need not have more than configuration and
     tokenizer."""
+    # Only GGUF files need its library.
+    from .gguf_header import check_gguf_header
+
     directory = converted_directory(gguf)
     if (directory / "config.json").exists() and (not with_weights or is_intact(directory)):
         return directory

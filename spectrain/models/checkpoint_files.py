@@ -9,7 +9,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from torch import Tensor
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 
 from .checked_tensors import open_tensors

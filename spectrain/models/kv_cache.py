@@ -100,6 +100,29 @@ class TreeCache(Cache):
             self.shapes,
         )
 
+    def for_drafter(
+        self,
+        cached: "TreeCache | None",
+        num_layers: int,
+        extra: int,
+        shapes: Mapping[int, KeyValueShape] | None = None,
+    ) -> "TreeCache":
+        """Return an empty cache of a drafter for the texts of this one, with `extra` more slots.
+
+        Where this cache has fixed addresses and `cached` has the right sizes, `cached` is emptied
+        and used again. `shapes` are of layers that differ, or whose values are not as wide as their
+        keys.
+        """
+        batch = len(self.lengths)
+        length = self.max_length + extra
+        bound = None if self.bound is None else self.bound + 1
+        if cached is not None and bound is not None:
+            sizes = len(cached.layers), len(cached.lengths), cached.max_length, cached.bound
+            if sizes == (num_layers, batch, length, bound):
+                cached.reset()
+                return cached
+        return TreeCache(num_layers, batch, length, self.lengths.device, bound, shapes)
+
     def reset(self) -> None:
         """Discard every token in place, so that a replayed graph finds the same tensors."""
         self.lengths.zero_()

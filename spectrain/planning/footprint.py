@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.spec import RunSpec
-from spectrain.drafters.base import Drafter, Stage, stage_at
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES

@@ -4,13 +4,14 @@ one.
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.capabilities import FittedDrafter
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import InitialFit
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
@@ -149,17 +150,23 @@ def time_steps(spec: RunSpec) -> StepTimes:
         ends.append(time.perf_counter())
         marks.append((source.seconds, source.tokens))
 
-    fit_tokens = drafter.fit_tokens if isinstance(drafter, FittedDrafter) else 0
+    fit = drafter.capabilities.initial_fit
+    fit_tokens = 0 if fit is None else fit.num_tokens
     with trial_folder("plan") as folder:
-        fit = time_fit(trainer, drafter, target, dataset) if fit_tokens else 0.0
+        fit_seconds = 0.0 if fit is None else time_fit(trainer, drafter, fit, target, dataset)
         trainer.fit(drafter, target, dataset, source, folder, on_step=on_step)
     seconds, tokens = (end - start for start, end in zip(marks[WARM_UP_STEPS - 1], marks[-1]))
     return StepTimes(
-        seconds / tokens, (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens, fit, fit_tokens
+        seconds / tokens,
+        (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens,
+        fit_seconds,
+        fit_tokens,
     )
 
 
-def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -> float:
+def time_fit(
+    trainer: Trainer, drafter: Drafter, fit: InitialFit, target: Target, dataset: Dataset
+) -> float:
     """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token,
     with its features.
 
@@ -168,7 +175,7 @@ def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -
     """
     stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
     texts = [
-        chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)
+        chosen.examples for chosen in choose_batches(stream, fit.num_tokens, CALIBRATION_STEPS)
     ]
     layers = drafter.stages[0].layers
     drafter.to(target.device)
@@ -178,10 +185,10 @@ def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -
         LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing))
         for examples in texts
     ]
-    drafter.fit_start(batches, target)
+    fit.run(drafter, batches, target)
     synchronize_device(target.device)
     seconds = time.perf_counter() - start
-    drafter.fit_tokens = 0
+    drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
     return seconds / sum(len(example.tokens) for examples in texts for example in examples)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
+from spectrain.drafters.base import adapts_layers
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
@@ -458,8 +458,9 @@ def cheaper_settings(spec: RunSpec, models: Models, num_devices: int) -> list[di
         choices.append({"drafter.adapt": "lora"})
     if trainer.loss_tokens is None and spec.data.build().max_length >= 2 * SUGGESTED_LOSS_TOKENS:
         choices.append({"trainer.loss_tokens": SUGGESTED_LOSS_TOKENS})
-    if num_devices > trainer.context_parallel == 1 and isinstance(
-        models.drafter, ContextParallelDrafter
+    if (
+        num_devices > trainer.context_parallel == 1
+        and models.drafter.capabilities.context_parallel is not None
     ):
         choices.append({"trainer.context_parallel": num_devices})
     if not trainer.gradient_checkpointing and not adapts_layers(models.drafter):

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
-from spectrain.config.saved import parse_description, read_json, read_json_object
+from spectrain.config.plain_files import read_json, read_json_object
+from spectrain.config.saved import parse_description
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
-from spectrain.drafters.base import Drafter, has_weights
-from spectrain.drafters.capabilities import FittedDrafter, adapts_layers
+from spectrain.drafters.base import Drafter, adapts_layers, has_weights
 from spectrain.errors import RunError, UserError, describe_error
 from spectrain.export.adapters import require_plain_adapter
 from spectrain.export.converter import read_drafter
@@ -334,8 +334,7 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
     if init:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
         drafter.starts_trained = True
-        if isinstance(drafter, FittedDrafter):
-            drafter.fit_tokens = 0
+        drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
     adapt_drafter(spec, drafter, target)
     return drafter
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError

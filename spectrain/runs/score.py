@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.data.datastore import INDEX_FILE, Datastore

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.files import write_text

@@ -13,7 +13,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from spectrain.config.saved import parse_file
+from spectrain.config.plain_files import parse_file
 from spectrain.errors import UserError
 from spectrain.models.bundled import cache_directory
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import brentq
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.bundled import cache_directory

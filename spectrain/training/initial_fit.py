@@ -7,7 +7,6 @@ from typing import NamedTuple
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchStream, StreamState
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import FittedDrafter
 from spectrain.errors import RunError
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
@@ -52,7 +51,8 @@ def fit_initial_weights(
     nothing is fitted.
     """
     source, parallel = run.source, run.parallel
-    if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
+    fit = drafter.capabilities.initial_fit
+    if fit is None:
         return None
     if parallel.num_processes > 1 and source.stores_features:
         if parallel.is_main:
@@ -63,14 +63,14 @@ def fit_initial_weights(
             )
         return None
     if parallel.is_main:
-        print(f"fitting the initial weights to up to {drafter.fit_tokens} tokens", flush=True)
+        print(f"fitting the initial weights to up to {fit.num_tokens} tokens", flush=True)
     start_time = time.monotonic()
     drafter.to(parallel.device)
     # What a source generates depends on a drafter that drafts already; the fit reads the texts of
     # the data.
     reader = LiveSource() if source.generates_text else source
     layers, packing = drafter.stages[0].layers, run.trainer.packing
-    chosen = choose_batches(stream, drafter.fit_tokens, run.num_steps * run.batches_per_step)
+    chosen = choose_batches(stream, fit.num_tokens, run.num_steps * run.batches_per_step)
     try:
         fitted = read_features(
             chosen,
@@ -84,7 +84,7 @@ def fit_initial_weights(
             f"no step was finished; go on with the same command, trainer.resume=auto run={run.run}"
         )
         raise RunError(f"{error}; {how}") from error
-    drafter.fit_start(fitted.batches, target)
+    fit.run(drafter, fitted.batches, target)
     parallel.copy_from_first(drafter)
     if parallel.is_main:
         seconds = time.monotonic() - start_time

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.drafters.capabilities import ContextParallelDrafter
 from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
@@ -287,8 +286,9 @@ class TrainingRun(RunProgress):
         context = self.parallel.context
         if num_tokens is not None:
             batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
-        if context is not None and isinstance(self.drafter, ContextParallelDrafter):
-            batch = batch.split_context(context, self.drafter.label_reach)
+        shared_loss = self.drafter.capabilities.context_parallel
+        if context is not None and shared_loss is not None:
+            batch = batch.split_context(context, shared_loss.label_reach)
         return batch
 
     def _add_gradients(

@@ -14,8 +14,7 @@ from accelerate import Accelerator
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
+from spectrain.drafters.base import Drafter, adapts_layers
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
@@ -120,10 +119,10 @@ class Trainer(TrainerSettings):
         size = self.context_parallel
         context = None
         check_context(size, drafter, source, target, accelerator.num_processes)
-        if size > 1 and isinstance(drafter, ContextParallelDrafter):
-            context = make_context_group(
-                accelerator, size, choose_method(self.context_method, size, drafter)
-            )
+        shared_loss = drafter.capabilities.context_parallel
+        if size > 1 and shared_loss is not None:
+            method = choose_method(self.context_method, size, shared_loss.num_heads)
+            context = make_context_group(accelerator, size, method)
         copies = accelerator.num_processes if target.sharding == "tensor" else size
         autocast = self.autocast_dtype(target, accelerator.device)
         shared = make_strategy(accelerator, self.sharding, copies, autocast, context)

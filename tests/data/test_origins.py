@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.config.choices import check_encodings, load_yaml, read_header
-from spectrain.config.saved import read_json, read_yaml
+from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.data.audit import audit_sources
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.hygiene import PromptIndex

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.dataset import Dataset

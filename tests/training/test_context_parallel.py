@@ -182,9 +182,11 @@ def test_what_processes_cannot_share_is_refused(shallow: Target) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_context(size, drafter, LiveSource(), shallow, count)
+    shared = eagle.capabilities.context_parallel
+    assert shared is not None and shared.num_heads == 4
     with pytest.raises(UserError, match="3 processes cannot share 4 attention heads"):
-        choose_method("ulysses", 3, eagle)
-    assert [choose_method("auto", size, eagle) for size in (2, 3, 4)] == [
+        choose_method("ulysses", 3, 4)
+    assert [choose_method("auto", size, 4) for size in (2, 3, 4)] == [
         "ulysses",
         "gather",
         "ulysses",

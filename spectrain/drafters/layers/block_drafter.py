@@ -17,18 +17,24 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, LayerCount, NotNegative, Seed, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capture, ContextParallelDrafter, OnePassCost, SavedFiles
+from spectrain.drafters.capabilities import (
+    Capture,
+    ContextParallel,
+    OnePassCost,
+    SavedFiles,
+)
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.features import Features, Layer
+from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, Rollout
 
 from .anchors import Anchors, SharedAnchors, sample_anchors
+from .fused_input import FusedInput, choose_fused_layers, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates
 from .layers import (
     Mlp,
@@ -108,7 +114,7 @@ class BlockLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
+class BlockDrafter(VocabularyDrafter):
     """Layers over blocks of mask tokens, with the target's fused features as further keys and
     values in every layer.
 
@@ -130,9 +136,11 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         ),
     )
     capabilities = replace(
-        VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None
+        VocabularyDrafter.capabilities,
+        capture=Capture(state_names=("cache",)),
+        on_policy=None,
+        cost=OnePassCost,
     )
-    _cost_type = OnePassCost
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
@@ -149,16 +157,9 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         check_layer_keys(config.architecture or {})
         rows = target.head.vocab_size
         layer_config = llama_config(target, config.architecture)
-        layers = config.layers
-        fused = (
-            default_layers(target.num_layers, config.num_layers)
-            if layers is None
-            else sorted(set(layers))
+        self.fused_layers = choose_fused_layers(
+            target, config.layers, lambda: default_layers(target.num_layers, config.num_layers)
         )
-        if not fused:
-            raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
-        target.check_layers(fused)
-        self.fused_layers: tuple[Layer, ...] = tuple(fused)
         self.layers = (*self.fused_layers, "final")
         self.block_size, self.sample_from_anchor = config.block_size, config.sample_from_anchor
         self.causal, self.window, self.num_anchors = (
@@ -170,8 +171,8 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         self.mask_token_id = resolve_mask_token(target, config.mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
         self.head, width = target.head, target.width
-        self.embed_tokens = nn.Embedding(rows, width) if config.own_embedding else None
-        self.fc = nn.Linear(len(fused) * width, width, bias=False)
+        self.embed_tokens = make_embedding(target, config.own_embedding)
+        self.fc = nn.Linear(len(self.fused_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         self.blocks = nn.ModuleList(layer(layer_config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
@@ -182,6 +183,12 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
             self.lm_head = nn.Linear(width, size, bias=bias).requires_grad_(False)
         self.add_vocabulary(size, rows)
         self.rotary = make_rotary(layer_config)
+        self.capabilities = replace(
+            self.capabilities,
+            context_parallel=ContextParallel(
+                self.num_drafts, self._block_layers[0].self_attn.num_heads
+            ),
+        )
         self.cache: TreeCache | None = None
 
     @property
@@ -214,20 +221,11 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
                     self.lm_head.parameters(), self.head.output.parameters()
                 ):
                     parameter.copy_(target_parameter[ids])
-            if self.embed_tokens is not None:
-                self.embed_tokens.weight.copy_(self.head.all_embeddings(target.device))
+        self.fused_input.copy_embedding(target.device)
         if self.start == "target":
             init_from_target(self.fc, self.norm, target)
 
     # Training
-
-    @property
-    def label_reach(self) -> int:
-        return self.num_drafts
-
-    @property
-    def num_heads(self) -> int:
-        return self._block_layers[0].self_attn.num_heads
 
     @property
     def stages(self) -> list[Stage]:
@@ -289,13 +287,24 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
             lambda q, k, v: anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window),
         )
 
+    @property
+    def fused_input(self) -> FusedInput:
+        """What reads features and tokens, made of the drafter's modules."""
+        return FusedInput(
+            self.fused_layers,
+            self.head,
+            self.fc,
+            self.embed_tokens,
+            output_norm=self.hidden_norm,
+        )
+
     def project_context(self, features: Features) -> Tensor:
         """Project the target's fused layers to the context [.., W] that every layer reads."""
-        return self.project_fused(features.fuse_layers(self.fused_layers))
+        return self.project_fused(self.fused_input.fuse(features))
 
     def project_fused(self, fused: Tensor) -> Tensor:
         """Project concatenated states of the fused layers to the context [.., W]."""
-        return self.hidden_norm(self.fc(fused.to(self.fc.weight.dtype)))
+        return self.fused_input.project(fused)
 
     def embed_blocks(self, roots: Tensor) -> Tensor:
         """Embed the blocks [A, S, W] of anchor tokens [A]: the token, then mask tokens."""
@@ -303,10 +312,7 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
             [roots[:, None], roots.new_full((len(roots), self.block_size - 1), self.mask_token_id)],
             dim=1,
         )
-        if self.embed_tokens is not None:
-            return self.embed_tokens(tokens).to(self.fc.weight.dtype)
-        with torch.no_grad():
-            return self.head.embed(tokens).to(self.fc.weight.dtype)
+        return self.fused_input.embed(tokens)
 
     @property
     def projection(self) -> Projection:

@@ -21,10 +21,11 @@ from spectrain.drafters.capabilities import Capture
 from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import FeatureLinear
-from spectrain.models.features import Features, Layer
+from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
 
+from .fused_input import FusedInput, choose_fused_layers, make_embedding
 from .layers import (
     LAYER_KEYS,
     Attention,
@@ -128,15 +129,9 @@ class EagleDrafter(VocabularyDrafter):
         config = llama_config(
             target, {key: value for key, value in architecture.items() if key in LAYER_KEYS}
         )
-        fused = (
-            default_layers(target.num_layers)
-            if settings.layers is None
-            else sorted(set(settings.layers))
+        self.fused_layers = choose_fused_layers(
+            target, settings.layers, lambda: default_layers(target.num_layers)
         )
-        if not fused:
-            raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
-        target.check_layers(fused)
-        self.fused_layers: tuple[Layer, ...] = tuple(fused)
         self.layers = (*self.fused_layers, "final")
         self.window, self.start, self.head = settings.window, settings.start, target.head
         self.norm_before_residual = architecture["norm_before_residual"]
@@ -156,7 +151,7 @@ class EagleDrafter(VocabularyDrafter):
             if architecture["fc_norm"]
             else None
         )
-        self.embed_tokens = nn.Embedding(rows, width) if settings.own_embedding else None
+        self.embed_tokens = make_embedding(target, settings.own_embedding)
         self.fc = FeatureLinear(len(self.fused_layers) * width, width, bias=False)
         self.input_layernorm = make_norm()
         self.hidden_norm = make_norm()
@@ -174,10 +169,6 @@ class EagleDrafter(VocabularyDrafter):
         self.cache: TreeCache | None = None
 
     @property
-    def num_heads(self) -> int:
-        return self.self_attn.num_heads
-
-    @property
     def num_layers(self) -> int:
         return 1 + len(self.later)
 
@@ -192,9 +183,7 @@ class EagleDrafter(VocabularyDrafter):
         already reads.
         """
         ids = self.choose_vocabulary(token_counts)
-        if self.embed_tokens is not None:
-            with torch.no_grad():
-                self.embed_tokens.weight.copy_(self.head.all_embeddings(target.device))
+        self.fused_input.copy_embedding(target.device)
         if self.start == "random":
             return
         init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
@@ -204,28 +193,31 @@ class EagleDrafter(VocabularyDrafter):
     def stages(self) -> list[Stage]:
         return [Stage.single(self, self.layers, final_reach=0)]
 
+    @property
+    def fused_input(self) -> FusedInput:
+        """What reads features and tokens, made of the drafter's modules."""
+        return FusedInput(
+            self.fused_layers,
+            self.head,
+            self.fc,
+            self.embed_tokens,
+            fused_norm=self.input_norm,
+            layer_norms=self.fc_norm,
+        )
+
     def fuse_features(self, features: Features) -> Tensor:
         """Project the target's fused layers to the first hidden state [B, T, D]."""
-        return self.project_fused(features.fuse_layers(self.fused_layers))
+        return self.project_fused(self.fused_input.fuse(features))
 
     def project_fused(self, fused: Tensor) -> Tensor:
         """Project concatenated states [B, T, fused layers * D] to [B, T, D]."""
-        fused = fused.to(self.fc.weight.dtype)
-        if self.input_norm is not None:
-            fused = self.input_norm(fused)
-        if self.fc_norm is not None:
-            parts = fused.chunk(len(self.fc_norm), dim=-1)
-            fused = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
-        return self.fc(fused)
+        return self.fused_input.project(fused)
 
     def embed_inputs(self, tokens: Tensor) -> Tensor:
         """Embed tokens [B, T] to [B, T, D], with the drafter's own embedding or the target's
         frozen one.
         """
-        if self.embed_tokens is not None:
-            return self.embed_tokens(tokens).to(self.fc.weight.dtype)
-        with torch.no_grad():
-            return self.head.embed(tokens).to(self.fc.weight.dtype)
+        return self.fused_input.embed(tokens)
 
     def attention_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T,

@@ -35,8 +35,11 @@ class FeatureLayerDrafter(VocabularyDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
-    _cost_type = OutputLayerCost
+    capabilities = replace(
+        VocabularyDrafter.capabilities,
+        capture=Capture(state_names=("cache",)),
+        cost=OutputLayerCost,
+    )
     # Number of draft steps that are unrolled in training.
     num_steps: int
     # Whether to stop gradients between successive draft steps.

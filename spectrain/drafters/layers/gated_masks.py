@@ -112,10 +112,9 @@ class GatedMasks(MaskDrafter):
             config.seed,
         )
         self.step_decay = config.step_decay
-        self.adapts_layers = self.rank > 0
         # The first layer of the target that the masks run through.
         self.first_layer = first_layer
-        self.capabilities = self.make_capabilities()
+        self.capabilities = replace(self.make_capabilities(), adapts_layers=self.rank > 0)
         self.head = target.head
         linears = find_linears(target, first_layer) if self.rank else {}
         # Names of the target's linears that LoRA acts on, in the layers that the masks run through.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import DraftingCost
+from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.features.batch import Batch
 from spectrain.trees.base import TreeBuilder
 
@@ -32,6 +33,25 @@ class InnerCost(DraftingCost):
 
     def first_verified_layer(self) -> int:
         return int(self.drafter.inner.cost.first_verified_layer())
+
+
+def wrapper_capabilities(inner: Drafter) -> Capabilities:
+    """Return what a drafter around `inner` can do: how it drafts and is trained is the inner
+    drafter's; what the inner drafter does by itself, outside of rounds, is not passed on.
+    """
+    return replace(
+        inner.capabilities,
+        nestable=False,
+        capture=None,
+        initial_fit=None,
+        context_parallel=None,
+        search=None,
+        datastore=None,
+        prefill=None,
+        rewind=None,
+        at_exit=None,
+        cost=InnerCost,
+    )
 
 
 class DrafterWrapper(Drafter):

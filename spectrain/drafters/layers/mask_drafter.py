@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost, PromptRunner
+from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.kernels import counter
 from spectrain.models.features import Features
@@ -58,14 +58,13 @@ class MaskCost(DraftingCost):
         return int(self.drafter.strategy == "apart")
 
 
-class MaskDrafter(Drafter, PromptRunner):
+class MaskDrafter(Drafter):
     """Runs masks in the target: after nodes of a tree in the forward that verifies it, or in a
     forward of their own before it.
 
     A node with masks after it is a host.
     """
 
-    _cost_type: type[DraftingCost] = MaskCost
     num_masks: int
     # Number of mask chains after a host, whose states are averaged.
     ensembles: int = 1
@@ -110,7 +109,9 @@ class MaskDrafter(Drafter, PromptRunner):
             self.strategy == "quadratic" and self.num_hosts is not None
         )
         capture = None if needs_check else Capture(state_names=(*state_names, *carried))
-        return Capabilities(capture=capture, nestable=False)
+        return Capabilities(
+            capture=capture, nestable=False, prefill=type(self).prefill, cost=MaskCost
+        )
 
     @abstractmethod
     def drafting_layers(self, target: Target) -> nn.Module:

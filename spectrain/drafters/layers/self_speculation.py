@@ -52,8 +52,9 @@ class SelfDrafter(Drafter):
     # Layers, or sublayers of them, that a draft step skips.
     skipped: Collection[SkippedLayer] = ()
     head: Head
-    capabilities = Capabilities(capture=Capture(needs_all_drafts=True), nestable=False)
-    _cost_type: type[DraftingCost] = SelfDraftingCost
+    capabilities = Capabilities(
+        capture=Capture(needs_all_drafts=True), nestable=False, cost=SelfDraftingCost
+    )
 
     def draft(self, context: Context) -> Draft:
         context.partial = PartialForward(

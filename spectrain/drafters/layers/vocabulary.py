@@ -9,6 +9,7 @@ predicts token t + 2 + k.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -114,7 +115,7 @@ class HeadsDrafter(VocabularyDrafter):
 
     heads: Any  # nn.ModuleList
     head_decay: float
-    _cost_type: type[DraftingCost] = HeadsCost
+    capabilities = replace(VocabularyDrafter.capabilities, cost=HeadsCost)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and copy the target's output layer into every head."""

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import ContextParallelDrafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.features.context_piece import ContextGroup, ContextMethod
@@ -29,7 +28,7 @@ def check_context(
             f"cannot form groups of {size}; start a multiple of {size}, as in torchrun "
             f"--nproc-per-node {size}"
         )
-    if size > 1 and not isinstance(drafter, ContextParallelDrafter):
+    if size > 1 and drafter.capabilities.context_parallel is None:
         raise UserError(
             f"{setting}: the loss of this family reads other positions of a text than through its "
             "own attention, so processes cannot share a text; use eagle3, peagle, mtp, dflash, "
@@ -47,14 +46,14 @@ def check_context(
         )
 
 
-def choose_method(method: str, size: int, drafter: ContextParallelDrafter) -> ContextMethod:
+def choose_method(method: str, size: int, num_heads: int) -> ContextMethod:
     """Return how attention reads other columns: auto exchanges heads where the processes can
     share them equally.
     """
-    divides = drafter.num_heads % size == 0
+    divides = num_heads % size == 0
     if method == "ulysses" and not divides:
         raise UserError(
-            f"trainer.context_method=ulysses: {size} processes cannot share {drafter.num_heads} "
+            f"trainer.context_method=ulysses: {size} processes cannot share {num_heads} "
             "attention heads equally; use gather, or auto"
         )
     return "gather" if method == "gather" or not divides else "ulysses"

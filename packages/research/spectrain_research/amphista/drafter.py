@@ -60,8 +60,9 @@ class Amphista(HeadsDrafter):
             "head_rank",
         ),
     )
-    capabilities = replace(HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)))
-    _cost_type = OnePassCost
+    capabilities = replace(
+        HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)), cost=OnePassCost
+    )
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ Shapes: B batch, D depths, M tokens a depth, V draft vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from spectrain.config.values import Count, NotNegative, Width
 from spectrain.data.datastore import Datastore
-from spectrain.drafters.capabilities import StoreReader
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.trees.rollout import DepthRollout, Draft
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Blockwise(NestedDrafter, StoreReader):
+class Blockwise(NestedDrafter):
     """The `paths` best paths of the lattice that a drafter of marginals spans, by its q and an
     n-gram model, as one tree.
 
@@ -62,11 +62,10 @@ class Blockwise(NestedDrafter, StoreReader):
         self.width = width
         self.num_paths = paths
         self.vocab_size = target.head.vocab_size
-        self.datastore = None if store is None else Datastore(store, target.tokenizer)
+        datastore = None if store is None else Datastore(store, target.tokenizer)
+        self.capabilities = replace(self.capabilities, datastore=datastore)
         self.stored = (
-            None
-            if self.datastore is None
-            else NgramModel(self.datastore.tokens, order, self.vocab_size)
+            None if datastore is None else NgramModel(datastore.tokens, order, self.vocab_size)
         )
 
     def draft(self, context: Context) -> Draft:

@@ -57,7 +57,6 @@ class Cascade(DrafterWrapper):
     """
 
     saved = SavedFiles(inner=("inner", "helper"))
-    _cost_type = CascadeCost
 
     def __init__(
         self,
@@ -104,6 +103,7 @@ class Cascade(DrafterWrapper):
         self.capabilities = Capabilities(
             target_training=inner_capabilities.target_training,
             scores_path_at_once=inner_capabilities.scores_path_at_once,
+            cost=CascadeCost,
         )
 
     def draft(self, context: Context) -> Draft:

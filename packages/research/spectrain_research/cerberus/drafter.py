@@ -70,8 +70,7 @@ class Cerberus(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "head_rank"))
-    capabilities = replace(HeadsDrafter.capabilities, capture=Capture())
-    _cost_type = OnePassCost
+    capabilities = replace(HeadsDrafter.capabilities, capture=Capture(), cost=OnePassCost)
 
     def __init__(
         self,

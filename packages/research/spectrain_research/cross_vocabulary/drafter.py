@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import Capabilities, RewindableDrafter, SavedFiles
+from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Universal(Drafter, RewindableDrafter):
+class Universal(Drafter):
     """An unchanged small causal LM. Every round encodes the target's text in its tokens; its cache
     keeps the unchanged part.
 
@@ -101,7 +101,7 @@ class Universal(Drafter, RewindableDrafter):
         if match == "intersection":
             self._add_shared(target)
         self.saved = SavedFiles(settings={"model": model})
-        self.capabilities = Capabilities(has_no_q=match != "intersection")
+        self.capabilities = Capabilities(has_no_q=match != "intersection", rewind=type(self).rewind)
         self.texts: list[RetokenizedText] = []
         self.cache: TreeCache | None = None
         self.cached: list[list[int]] = []  # the tokens of each text that the cache holds

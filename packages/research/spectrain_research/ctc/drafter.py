@@ -169,9 +169,11 @@ class Ctc(SharedHeadDrafter):
         ),
     )
     capabilities = replace(
-        SharedHeadDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None
+        SharedHeadDrafter.capabilities,
+        capture=Capture(state_names=("cache",)),
+        on_policy=None,
+        cost=OnePassCost,
     )
-    _cost_type = OnePassCost
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import DraftingCost, SavedFiles
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost
+from spectrain.drafters.layers.inner_drafters import DrafterWrapper, wrapper_capabilities
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
@@ -44,7 +44,6 @@ class OtherDevice(DrafterWrapper):
     """
 
     saved = SavedFiles(inner=("inner",))
-    _cost_type: type[DraftingCost] = InnerCost
 
     def __init__(
         self,
@@ -66,9 +65,7 @@ class OtherDevice(DrafterWrapper):
         self.inner, description = build_nestable(inner, "inner", target)
         self.layers = self.inner.layers
         self.saved = replace(self.saved, settings={"inner": description})
-        self.capabilities = replace(
-            self.inner.capabilities, capture=None, on_policy=None, nestable=False
-        )
+        self.capabilities = replace(wrapper_capabilities(self.inner), on_policy=None)
         self.cache: TreeCache | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherDevice:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write

@@ -103,8 +103,7 @@ class Falcon(VocabularyDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    capabilities = Capabilities()
-    _cost_type = FalconCost
+    capabilities = Capabilities(cost=FalconCost)
     divergence = "forward_kl"
 
     def __init__(

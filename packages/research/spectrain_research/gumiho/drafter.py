@@ -8,6 +8,7 @@ token t + 2 + i, parallel head j token t + 2 + S + j.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -84,7 +85,7 @@ class Gumiho(UnrolledEagle):
             "head_rank",
         ),
     )
-    _cost_type = GumihoCost
+    capabilities = replace(UnrolledEagle.capabilities, cost=GumihoCost)
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class TransferDrafter(GatedMasks):
     def __init__(self, target: Target, config: TransferConfig) -> None:
         self.transfer_layer = resolve_transfer_layer(target, config.transfer_layer)
         super().__init__(target, config, self.transfer_layer)
-        self.adapts_layers = True
+        self.capabilities = replace(self.capabilities, adapts_layers=True)
 
     def add_inputs(self, target: Target) -> None:
         self.transfer = StateTransfer(target.width, self.num_masks, self.has_stream_vectors)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.values import Count
-from spectrain.drafters.capabilities import TunableDrafter
+from spectrain.drafters.capabilities import SettingsSearch
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RIDGE = 1.0  # penalty of the probe's weights, per answer token of the calibration
 
 
-class AdaptiveSkipping(SelfDrafter, TunableDrafter):
+class AdaptiveSkipping(SelfDrafter):
     """Drafts without `num_skipped` layers, which a prompt or every newest token chooses.
 
     With by=prompt there is no search: the layers whose input and output have the largest cosine
@@ -63,21 +63,20 @@ class AdaptiveSkipping(SelfDrafter, TunableDrafter):
             raise UserError(f"drafter.answer_tokens={answer_tokens}: use 2 or more")
         self.by = by
         self.num_skipped = count
-        self.answer_tokens = answer_tokens
         self.exit_layer = target.num_layers
         self.head = target.head
         self.layers: tuple[Layer, ...] = (
             tuple(range(target.num_layers + 1)) if by == "prompt" else ("final",)
         )
         # The host chooses sets.
-        self.capabilities = replace(self.capabilities, capture=None)
+        search = SettingsSearch(answer_tokens, type(self).search) if by == "token" else None
+        self.capabilities = replace(self.capabilities, capture=None, search=search)
         self.skipped: frozenset[SkippedLayer] = frozenset(range(count))
-        self.needs_search = by == "token"
         self.probe: Tensor | None = None  # [D + 1, L]
 
     def search(self, target: Target, texts: list[Text], depth: int) -> None:
         """Fit the probe: for every layer, whether the target predicts the same token without it."""
-        self.needs_search = False
+        self.capabilities = replace(self.capabilities, search=None)
         scorer = SetScorer(target, texts, depth)
         agrees = [
             (scorer.predict_answers({layer}) == scorer.labels).float()

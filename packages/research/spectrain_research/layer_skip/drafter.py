@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from spectrain.drafters.capabilities import SavedFiles, TunableDrafter
+from spectrain.drafters.capabilities import SavedFiles, SettingsSearch
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class LayerSkipping(SelfDrafter, TunableDrafter):
+class LayerSkipping(SelfDrafter):
     """Drafts with all layers but `skipped`, which are given or, by default, searched for on the
     calibration prompts.
 
@@ -101,11 +101,12 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
             )
         self.search_by = search_by
         self.search_steps = search_steps
-        self.answer_tokens = answer_tokens
         self.seed = seed
         self.exit_layer = target.num_layers
         self.head = target.head
-        self.needs_search = layers is None
+        if layers is None:
+            search = SettingsSearch(answer_tokens, type(self).search)
+            self.capabilities = replace(self.capabilities, search=search)
         self._use_set(merge_halves(layers or (target.num_layers // 2,)))
         self.tries, self.window, self.patience = tries, window, patience
         self.fruitless = 0  # tries since the last better set
@@ -116,15 +117,14 @@ class LayerSkipping(SelfDrafter, TunableDrafter):
 
     def search(self, target: Target, texts: list[Text], depth: int) -> None:
         """Search for the set to skip."""
-        self.needs_search = False
+        self.capabilities = replace(self.capabilities, search=None)
         search = search_halves if self.search_by == "bayes" else search_layers
         self._use_set(merge_halves(search(target, texts, depth, self.search_steps, self.seed)))
 
     def _use_set(self, skipped: frozenset[SkippedLayer]) -> None:
         self.skipped: frozenset[SkippedLayer] = skipped
-        self.saved = SavedFiles(
-            settings={} if self.needs_search else {"skipped": format_layers(skipped)}
-        )
+        is_open = self.capabilities.search is not None
+        self.saved = SavedFiles(settings={} if is_open else {"skipped": format_layers(skipped)})
 
     def draft(self, context: Context) -> Draft:
         if self.tries:

@@ -110,9 +110,8 @@ class SelfDraft(Drafter):
     from the text do. Guesses change no draft, only how often the target runs.
     """
 
-    capabilities = Capabilities(nestable=False)
+    capabilities = Capabilities(nestable=False, cost=SelfDraftCost)
     saved = SavedFiles(inner=("helper",))
-    _cost_type = SelfDraftCost
 
     def __init__(
         self,

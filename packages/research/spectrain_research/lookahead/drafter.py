@@ -51,8 +51,7 @@ class Lookahead(Drafter):
     begins in existing text; here all W columns lie ahead of it.
     """
 
-    capabilities = Capabilities(is_copier=True, nestable=False)
-    _cost_type = LookaheadCost
+    capabilities = Capabilities(is_copier=True, nestable=False, cost=LookaheadCost)
 
     def __init__(
         self,

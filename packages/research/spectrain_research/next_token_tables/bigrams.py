@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from spectrain.config.saved import read_json_object
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.values import Count
 from spectrain.data.datastore import hash_vocabulary
 from spectrain.drafters.layers.copies import CopySource

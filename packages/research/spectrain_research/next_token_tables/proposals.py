@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import Capabilities, StoreReader
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.rollout import Draft
@@ -39,7 +39,7 @@ class TableTree(NamedTuple):
         return len(self.tokens) - 1
 
 
-class TableDrafter(Drafter, StoreReader):
+class TableDrafter(Drafter):
     """Merges the tree of a table with copies, weighted by acceptance probabilities that are learned
     while decoding.
 
@@ -52,7 +52,7 @@ class TableDrafter(Drafter, StoreReader):
     def __init__(self, copying: CopySource, copies: bool) -> None:
         super().__init__()
         self.copying = copying
-        self.datastore = copying.store
+        self.capabilities = replace(self.capabilities, datastore=copying.store)
         # Whether copies of the text and of the store join the table's nodes.
         self.copies = copies
 

@@ -141,8 +141,9 @@ class Trigrams(TableDrafter):
         super().__init__(CopySource.open(store, target.tokenizer, longest, matches), copies)
         self.top, self.exploration = top, exploration
         self.table = TrigramTable(top)
-        if self.datastore is not None:
-            self.table.add_text(self.datastore.tokens.tolist())
+        datastore = self.capabilities.datastore
+        if datastore is not None:
+            self.table.add_text(datastore.tokens.tolist())
 
     def propose_tree(self, text: list[int], depth: int, budget: int) -> TableTree:
         pair = (text[-2] if len(text) > 1 else TEXT_END, text[-1])

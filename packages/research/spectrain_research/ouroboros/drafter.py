@@ -47,8 +47,6 @@ class Ouroboros(NestedDrafter):
     small model also drafts phrase by phrase; here `inner` drafts as it does alone.
     """
 
-    _cost_type = OuroborosCost
-
     def __init__(
         self,
         target: Target,
@@ -65,7 +63,9 @@ class Ouroboros(NestedDrafter):
     ) -> None:
         super().__init__(target, inner)
         # It reads the logits of its verification.
-        self.capabilities = replace(self.capabilities, drafts_from_features=False)
+        self.capabilities = replace(
+            self.capabilities, drafts_from_features=False, cost=OuroborosCost
+        )
         self.num_phrases = phrases
         self.length = max(2, length)
         self.phrases_from_text = phrases_from_text

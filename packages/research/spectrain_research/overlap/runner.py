@@ -31,7 +31,6 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import EagerRunner, Request
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.drafters.context import Context
 from spectrain.errors import RunError, UserError
 from spectrain.models.features import Features
@@ -87,7 +86,7 @@ def check_overlap(
     """Raise a UserError for drafters that cannot draft ahead, and for rules whose tokens depend
     on drafts.
     """
-    if not isinstance(drafter, RewindableDrafter):
+    if drafter is None or drafter.capabilities.rewind is None:
         raise UserError(
             "eval.overlap: this drafter reads what the target computes, so it cannot draft "
             "ahead of it; use drafter=causal, universal or ngram"

@@ -7,6 +7,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +75,7 @@ class Owl(GatedMasks):
         self.output = nn.Linear(target.width, target.width, bias=False)
 
     def make_capabilities(self) -> Capabilities:
-        return Capabilities(nestable=False)
+        return replace(super().make_capabilities(), capture=None)
 
     def add_inputs(self, target: Target) -> None:
         """Add the vector of the mask."""

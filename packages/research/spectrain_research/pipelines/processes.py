@@ -28,7 +28,6 @@ from spectrain.decoding.generation import RoundRecord
 from spectrain.decoding.loop import EagerRunner, Request
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
@@ -94,7 +93,8 @@ def check_pipeline(
     pipeline: Pipeline,
 ) -> None:
     """Raise a UserError for drafters, trees, rules and targets that a pipeline cannot run."""
-    if pipeline.draft_tokens is None and not isinstance(drafter, RewindableDrafter):
+    is_rewindable = drafter is not None and drafter.capabilities.rewind is not None
+    if pipeline.draft_tokens is None and not is_rewindable:
         raise UserError(
             "eval.pipeline: this drafter reads what the target computes, so it cannot draft "
             "ahead of it; use drafter=causal, universal or ngram"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,15 +33,6 @@ VARIANTS: tuple[Variant, ...] = ("kept", "dropped", "pooled")
 POOLED_TOKENS = 4
 MEMORY = 0.9
 """Share of a variant's record that a round leaves of it."""
-
-
-@dataclass
-class VariantText:
-    """What a drafter's context reads of the target's cache: here, of one variant of the texts."""
-
-    lengths: Tensor  # [B] tokens without the root
-    max_length: int
-    bound: int | None = None
 
 
 class PromptVariants(Causal):
@@ -170,7 +161,10 @@ class PromptVariants(Causal):
         unread = lengths if cache is None else lengths - cache.lengths
         width = int(unread.max())
         features = Features(tokens[:, :width], (), torch.zeros(0, device=device))
-        view: Any = VariantText(lengths, context.cache.max_length)
+        # A cache without layers says how long the texts are.
+        view = TreeCache(0, len(texts), context.cache.max_length, device)
+        view.lengths = lengths
+        view.longest = int(lengths.max())
         return replace(
             context,
             tokens=tokens,

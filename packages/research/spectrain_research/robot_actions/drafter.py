@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from spectrain.config.values import Count, Positive
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import Capabilities, RewindableDrafter
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.trees.rollout import Draft
@@ -68,7 +68,7 @@ class JointFilter:
         return results
 
 
-class KalmanActions(Drafter, RewindableDrafter):
+class KalmanActions(Drafter):
     """Forecasts each joint's next bins from the actions in the text. In trees the bins beside a
     forecast are drafted too, by their chance under the forecast's normal distribution.
 
@@ -93,6 +93,7 @@ class KalmanActions(Drafter, RewindableDrafter):
         spread: Count = 2,
     ) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         self.joints = joints
         self.acceleration = acceleration
         self.noise = noise

@@ -62,8 +62,7 @@ class DrafterRouter(Drafter):
     """
 
     saved = SavedFiles(inner=("inner",))
-    capabilities = Capabilities(nestable=False)
-    _cost_type = RouterCost
+    capabilities = Capabilities(nestable=False, cost=RouterCost)
 
     def __init__(
         self,

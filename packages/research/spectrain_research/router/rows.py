@@ -65,8 +65,7 @@ class RowRouter(Drafter):
     """
 
     saved = SavedFiles(inner=("inner",))
-    capabilities = Capabilities(nestable=False)
-    _cost_type = RowRouterCost
+    capabilities = Capabilities(nestable=False, cost=RowRouterCost)
 
     def __init__(
         self,

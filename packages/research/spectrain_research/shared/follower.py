@@ -14,7 +14,6 @@ from torch import Tensor
 
 from spectrain.decoding.loop import make_context
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
@@ -142,14 +141,15 @@ class Follower:
     def _read_text(self, text: list[int], num_tokens: int, is_superseded: SupersededCheck) -> Draft:
         """Let the drafter read the new part of a text."""
         context = self.context
-        assert isinstance(self.drafter, RewindableDrafter)
+        rewind = self.drafter.capabilities.rewind
+        assert rewind is not None
         common = next(
             (n for n, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
             min(len(self.text), len(text)),
         )
         if common < len(self.text):
             self.num_read = min(self.num_read, common, len(text) - 1)
-            self.drafter.rewind(torch.tensor([self.num_read], device=context.tokens.device))
+            rewind(self.drafter, torch.tensor([self.num_read], device=context.tokens.device))
         context.tokens[0, : len(text)] = torch.tensor(text, device=context.tokens.device)
         context.cache.lengths.fill_(len(text) - 1)
         context.cache.longest = len(text) - 1

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from spectrain.drafters.capabilities import DraftingCost, PromptRunner, SavedFiles, prefill_prompts
+from spectrain.drafters.base import prefill_prompts
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost
+from spectrain.drafters.layers.inner_drafters import DrafterWrapper, wrapper_capabilities
 from spectrain.models.features import Features
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class NestedDrafter(DrafterWrapper, PromptRunner):
+class NestedDrafter(DrafterWrapper):
     """Drafts with `inner`, which reads prompts and committed tokens as it would alone; subclasses
     change its drafts.
 
@@ -27,7 +28,6 @@ class NestedDrafter(DrafterWrapper, PromptRunner):
     """
 
     saved = SavedFiles(inner=("inner",))
-    _cost_type: type[DraftingCost] = InnerCost
 
     def __init__(self, target: Target, inner: str | dict[str, Any]) -> None:
         super().__init__()
@@ -35,10 +35,11 @@ class NestedDrafter(DrafterWrapper, PromptRunner):
         self.layers = self.inner.layers
         self.saved = replace(self.saved, settings={"inner": description})
         self.capabilities = replace(
-            self.inner.capabilities, capture=None, has_no_q=True, nestable=False
+            wrapper_capabilities(self.inner), has_no_q=True, prefill=type(self).prefill
         )
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        """Run the prompts as the inner drafter does."""
         return prefill_prompts(self.inner, context, tokens, lengths)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:

@@ -8,7 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.config.values import Count, LayerCount, Seed, Steps, Width
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import OnePassCost, RewindableDrafter, SavedFiles
+from spectrain.drafters.capabilities import Capabilities, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.drafters.layers.losses import LossName, head_loss
@@ -54,7 +54,7 @@ class SpecDecConfig:
     seed: Seed = 0
 
 
-class SpecDec(Drafter, RewindableDrafter):
+class SpecDec(Drafter):
     """A deep encoder reads the source, and a shallow decoder the answer so far; K queries, each a
     vector of its own, then draft the next K tokens in one pass. Embedding and output layer are the
     target's and stay frozen.
@@ -66,10 +66,11 @@ class SpecDec(Drafter, RewindableDrafter):
     saved = SavedFiles(
         shape=("num_drafts", "num_encoder_layers", "num_layers", "width", "num_heads")
     )
-    _cost_type = OnePassCost
+    capabilities = Capabilities(cost=OnePassCost)
 
     def __init__(self, target: Target, config: SpecDecConfig) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         if not getattr(target, "reads_tokens", True):
             raise UserError(
                 "drafter=specdec: its encoder reads text, and the target's sources are sounds; "

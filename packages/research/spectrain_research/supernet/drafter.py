@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, L fused layers, D target width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Losses, TrainingState
-from spectrain.drafters.capabilities import TunableDrafter
+from spectrain.drafters.capabilities import SettingsSearch
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.eagle_layers import EagleAttentionFn
 from spectrain.features.batch import Batch
@@ -52,7 +52,7 @@ class Trial:
         return self.tokens_per_round / self.round_seconds
 
 
-class Supernet(Eagle3, TunableDrafter):
+class Supernet(Eagle3):
     """EAGLE-3 of up to `num_layers` decoder layers. A training step runs a subnet: its first layers
     alone, with some of the target's fused layers; the largest one every second step.
 
@@ -86,7 +86,9 @@ class Supernet(Eagle3, TunableDrafter):
             target, ttt_steps, vocab_size, layers, num_layers, architecture=architecture
         )
         self.seed = seed
-        self.needs_search = depth is None
+        if depth is None:
+            search = SettingsSearch(self.answer_tokens, type(self).search)
+            self.capabilities = replace(self.capabilities, search=search)
         every = tuple(range(len(self.fused_layers)))
         self.largest = Subnet(num_layers, every)
         self.subnet = (
@@ -158,7 +160,7 @@ class Supernet(Eagle3, TunableDrafter):
             ]
             self.trials.append(summarize_trial(subnet, decoded))
         self.subnet = max(self.trials, key=lambda trial: trial.speed).subnet
-        self.needs_search = False
+        self.capabilities = replace(self.capabilities, search=None)
 
 
 def summarize_trial(subnet: Subnet, decoded: Sequence[Generation]) -> Trial:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spectrain.config.choices import load_constructor
-from spectrain.drafters.capabilities import DrafterWithExits
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System, describe_tree
@@ -99,20 +98,21 @@ class ExitSweep(GridSweep):
     depths: Sequence[int]
 
     def check(self, candidate: Candidate) -> None:
-        if not isinstance(candidate.drafter, DrafterWithExits):
+        if candidate.drafter.capabilities.at_exit is None:
             raise UserError(
                 "eval.sweep=exit: this drafter has no exits to choose from; use "
                 "drafter=early_exit, or a run of recipe=layerskip"
             )
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        assert isinstance(candidate.drafter, DrafterWithExits)
+        at_exit = candidate.drafter.capabilities.at_exit
+        assert at_exit is not None
         rows = exits_of(candidate.target, self.exits)
         self.grid = Grid("exit", "exit_layer", "depth", rows, tuple(sorted(set(self.depths))))
         systems = []
         builder = candidate.builder
         for exit_layer in self.grid.rows:
-            drafter = candidate.drafter.at_exit(exit_layer, candidate.target)
+            drafter = at_exit(candidate.drafter, exit_layer, candidate.target)
             for depth in self.grid.columns:
                 label = f"exit {exit_layer}, chain of {depth}"
                 chain = Chain(depth, builder.children, builder.temperature, builder.seed)

@@ -49,8 +49,9 @@ class TransformerHeads(SharedHeadDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "vocab_size", "head_rank"))
-    capabilities = replace(SharedHeadDrafter.capabilities, capture=Capture(state_names=("cache",)))
-    _cost_type = OnePassCost
+    capabilities = replace(
+        SharedHeadDrafter.capabilities, capture=Capture(state_names=("cache",)), cost=OnePassCost
+    )
 
     def __init__(
         self,

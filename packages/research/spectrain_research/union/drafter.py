@@ -54,8 +54,7 @@ class UnionDrafter(Drafter):
     """
 
     saved = SavedFiles(inner=("inner",))
-    capabilities = Capabilities(nestable=False)
-    _cost_type = UnionCost
+    capabilities = Capabilities(nestable=False, cost=UnionCost)
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
     builder = Static(depth=2, budget=4)
     session = Session.from_drafter(shallow, drafter, builder, Greedy(), prompts, engine="eager")
     assert (
-        not drafter.needs_search
+        drafter.capabilities.search is None
         and len(builder.paths) == 3
         and len(requested) == 2
         and not drafter.training

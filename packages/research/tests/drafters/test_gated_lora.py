@@ -1320,7 +1320,7 @@ def test_rank_0_is_masks_alone(shallow: Target, tmp_path: Path, strategy: str) -
     """
     drafter = make_drafter(shallow, rank=0, strategy=strategy)
     prompts = [[5, 6, 7, 8], [40, 41]]
-    assert not drafter.adapts_layers and {
+    assert not drafter.capabilities.adapts_layers and {
         name.split(".")[0] for name, _ in drafter.named_parameters()
     } == {
         "masks",

@@ -85,7 +85,7 @@ def test_adaptive_drafts_are_verified(
     target: Target, texts: list[tuple[list[int], list[int]]], by: str, builder: Chain
 ) -> None:
     drafter = AdaptiveSkipping(target, by, 1)  # type: ignore[arg-type]
-    if drafter.needs_search:
+    if drafter.capabilities.search is not None:
         drafter.search(target, texts, 3)
     expected = [
         generation.output for generation in decode(target, PROMPTS, Greedy(), 10, ignore_eos=True)
