@@ -246,7 +246,7 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
     builder.levels = 0
     costs = [1 + node * size for size in range(1, 8)]
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
-    unit = builder.require_latency().estimate_verify(1, 9)
+    unit = costs[0]
     assert builder.copy_budget(context(), tries) == (
         best if name is Auto else apply_cast_rule(tokens, [cost / unit for cost in costs], 1.0)
     )
