@@ -98,7 +98,9 @@ class Baselines(EvalExtension):
         systems = []
         # A requested tree that may draft nothing is always scored, although a chain stands at the
         # top in its place.
-        if candidate.default_builder is not None and ("own" in self.names or own.decides_to_draft):
+        if candidate.default_builder is not None and (
+            "own" in self.names or own.round_policy.decides_to_draft
+        ):
             systems.append(System("own", f"drafter, {describe_tree(own)}", drafter, own, rule))
         if "auto" in self.names and supports_auto_tree(candidate.target, drafter, own):
             systems.append(

@@ -63,7 +63,7 @@ def choose_trees(
     trees: dict[str, TreeBuilder] = {CHAIN: make_chain(own)}
     if capabilities.chains_only:
         return trees
-    is_usable = not own.is_chain and not own.decides_to_draft and not own.uses_latency
+    is_usable = not own.is_chain and not own.round_policy.decides_to_draft and not own.uses_latency
     for builder in (Eagle2(), *([own] if is_usable else [])):
         if allows_tree(rule, builder, capabilities):
             trees[TREE] = builder

@@ -223,7 +223,7 @@ class Evaluation(PromptedEvaluation):
         own = candidate.builder
         if self.varies_trees or (own.is_chain and own.depth == 3 and own.is_fixed):
             return False
-        return self.measured or own.decides_to_draft
+        return self.measured or own.round_policy.decides_to_draft
 
     def _make_systems(
         self, candidate: Candidate, extensions: list[EvalExtension]

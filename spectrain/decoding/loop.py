@@ -24,7 +24,7 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
-from spectrain.trees.base import RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.base import RootOnlyBuilder, RoundPlan, RoundPolicy, RoundResult, TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -164,13 +164,20 @@ class EagerRunner:
         self.threads = threads
         self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
+        self.policy: RoundPolicy = self.builder.round_policy
+        # How the next round runs; rounds that nothing plans run alike.
+        self.plan = RoundPlan()
         self.extra_slots = 0  # cache slots beyond those that a round needs
 
-    def remove_drafter(self, builder: RootOnlyBuilder) -> None:
-        """Decode without a drafter from the next round on; `builder` observes the rounds."""
-        self.drafter = None
-        self.round_drafter = NullDrafter()
-        self.builder = builder
+    def follow_plan(self, plan: RoundPlan) -> None:
+        """Run the next round by this plan, and all further ones without the drafter if the plan
+        does not keep it.
+        """
+        self.plan = plan
+        if not plan.keeps_drafter:
+            self.drafter = None
+            self.round_drafter = NullDrafter()
+            self.builder = RootOnlyBuilder()
 
     def prefill(self, request: Request) -> list[int]:
         self.context = prefill_context(
@@ -198,11 +205,12 @@ class EagerRunner:
         seconds, work_seconds = clock.finish_round()
         if self.threads is not None:
             self.threads.record_step(sum(seconds.values()))
-        self.builder.observe(
-            RoundResult(
-                outcome.tree, outcome.logits, outcome.num_emitted, work_seconds, outcome.path
-            )
+        result = RoundResult(
+            outcome.tree, outcome.logits, outcome.num_emitted, work_seconds, outcome.path
         )
+        self.policy.record(self.plan, result)
+        if self.plan.is_observed:
+            self.builder.observe(result)
         return [(records, seconds)]
 
 

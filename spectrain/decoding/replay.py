@@ -173,7 +173,7 @@ class ReplayBuilder(TreeBuilder):
         index = (prefix.lengths - self.starts)[:, None] + 1 + steps
         tokens = self.answers.gather(1, index.clamp(max=self.answers.shape[1] - 1))
         left = self.answers.shape[1] - 1 - int((prefix.lengths - self.starts).max())
-        levels = max(1, min(self.max_depth(rollout), left))
+        levels = max(1, min(rollout.limit_depth(self.depth), left))
         self.level_log_probs.append(rollout.start()[:, 0])
         for level in range(levels - 1):
             log_q = rollout.extend(

@@ -1,4 +1,4 @@
-"""Rounds that draft only where their tree builder expects a gain."""
+"""Rounds that a policy plans: with a draft, without one, or without the drafter to the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
-from spectrain.trees.base import RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.base import WITHOUT_DRAFTER, PlanOptions, Prefix
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -19,12 +19,11 @@ from .loop import EagerRunner, Request, required_layers
 WAITING_SHARE = 1 / 3
 
 
-class SelectiveDrafter(SkippableDrafter):
-    """Asks a runner's tree builder before every round whether to draft, and times verification for
-    it where it needs that.
+class PlannedDrafter(SkippableDrafter):
+    """Asks a runner's policy before every round how it runs.
 
     A drafter with copies has weighed them itself, so it drafts in every round, as does one that
-    adds nodes to every tree.
+    adds nodes to every tree; unless the policy skips any drafter.
 
     Recording features that a drafter may read later takes 5 % of a step of the tiny target. So a
     decoding goes on without the drafter once none of the rounds in the first third of those left
@@ -34,27 +33,27 @@ class SelectiveDrafter(SkippableDrafter):
     def __init__(self, runner: EagerRunner, request: Request) -> None:
         super().__init__(runner.round_drafter)
         assert runner.drafter is not None
-        self.runner, self.builder = runner, runner.builder
+        self.runner = runner
         capabilities = runner.drafter.capabilities
-        self.is_skippable = (
+        self.is_skippable = runner.policy.skips_any_drafter or (
             capabilities.nestable if capabilities.is_copier else not capabilities.has_no_q
         )
         self.share = WAITING_SHARE if runner.drafter.layers else 1.0
         self.rounds_left = request.max_new_tokens  # at most
 
     def draft(self, context: Context) -> Draft:
-        refresh_times(self.builder, context)
+        self.rounds_left -= 1
+        num_waited = None if self.is_active else self.num_waited
+        options = PlanOptions(time_sizes, self.is_skippable, num_waited)
+        plan = self.runner.policy.plan(context, options)
+        self.runner.follow_plan(plan)
         if not self.is_skippable:
             # A drafter with copies reads the features of rounds that it skipped when it needs them.
             return self.drafter.draft(context)
-        self.rounds_left -= 1
-        if not self.is_active and not self.is_worth_waiting(
-            len(context.lengths), context.longest, begins=False
-        ):
-            context.layers = required_layers(None, self.runner.rule)
-            self.runner.remove_drafter(PlainRounds(self.builder))
-        elif self.builder.should_draft(context):
+        if plan.runs_drafter:
             return super().draft(context)
+        if not plan.keeps_drafter:
+            context.layers = required_layers(None, self.runner.rule)
         self.skip(context)
         return Draft()
 
@@ -65,45 +64,40 @@ class SelectiveDrafter(SkippableDrafter):
         else:
             super().commit(context, accepted)
 
-    def is_worth_waiting(self, num_texts: int, length: int, begins: bool = True) -> bool:
+    @property
+    def num_waited(self) -> int:
+        """The number of next rounds of which one must draft for features to be recorded."""
+        return math.ceil(self.share * self.rounds_left)
+
+    def is_worth_waiting(self, num_texts: int, length: int) -> bool:
         """Tell whether a round of the decoding may draft soon enough to record features until
         then.
         """
-        return not self.is_skippable or self.builder.may_draft(
-            num_texts, length, math.ceil(self.share * self.rounds_left), begins
+        return not self.is_skippable or self.runner.policy.may_draft(
+            num_texts, length, self.num_waited
         )
 
 
-def refresh_times(builder: TreeBuilder, context: Context, is_new_batch: bool = False) -> None:
-    """Time verification for a builder where it needs that. `is_new_batch`: also if the number of
-    threads may still change.
+def time_sizes(prefix: Prefix, sizes: list[int]) -> tuple[dict[int, float], float]:
+    """Time the verification of trees of these sizes; return the seconds of every size, and those
+    of the whole measurement.
     """
-    if sizes := builder.untimed_sizes(context, is_new_batch):
-        start = time.perf_counter()
-        seconds = time_verification(context, sizes)
-        builder.record_times(context, seconds, time.perf_counter() - start)
+    assert isinstance(prefix, Context)
+    start = time.perf_counter()
+    seconds = time_verification(prefix, sizes)
+    return seconds, time.perf_counter() - start
 
 
-class PlainRounds(RootOnlyBuilder):
-    """Counts the plain rounds of a decoding in which a tree builder may not draft."""
-
-    def __init__(self, builder: TreeBuilder) -> None:
-        self.builder = builder
-
-    def observe(self, round: RoundResult) -> None:
-        self.builder.count_plain_round(len(round.counts), sum(round.seconds.values()))
-
-
-def draft_selectively(runner: EagerRunner, request: Request) -> None:
-    """Let a runner draft only where its tree builder expects a gain.
+def plan_rounds(runner: EagerRunner, request: Request) -> None:
+    """Let a runner's policy plan its rounds.
 
     Once it is not worth waiting for another draft, the decoding goes on without the drafter.
     """
-    selective = SelectiveDrafter(runner, request)
-    if not selective.is_worth_waiting(len(request.prompts), request.longest_prompt):
-        runner.remove_drafter(PlainRounds(runner.builder))
+    planned = PlannedDrafter(runner, request)
+    if not planned.is_worth_waiting(len(request.prompts), request.longest_prompt):
+        runner.follow_plan(WITHOUT_DRAFTER)
         return
-    runner.round_drafter = selective
+    runner.round_drafter = planned
     # A drafter that reads skipped tokens writes as many slots in every row as in the one with most
     # of them.
     runner.extra_slots = request.max_new_tokens

@@ -19,7 +19,7 @@ from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner, make_tuner
-from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import RoundPlan, RoundPolicy, TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate_builders, resolve_rule
@@ -27,7 +27,7 @@ from .captured import CapturedRunner, capture_blocker
 from .fallback import COMPILE_BACKENDS, ExecutionMode, Fallback
 from .generation import DecodingSteps, Generation, OnRound, no_callback, run_to_end
 from .loop import EagerRunner, Request, decode, decode_steps, make_request, prefill_context
-from .selective import draft_selectively, refresh_times
+from .selective import plan_rounds, time_sizes
 
 EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives
@@ -45,8 +45,8 @@ PromptLoader = Callable[[], list[list[int]]]
 class RoundGuard(Protocol):
     """Decides before every round whether to draft; decoding with it runs in the eager loop."""
 
-    def wrap_runner(self, runner: EagerRunner, max_new_tokens: int) -> None:
-        """Wrap the drafter and the builder of a runner."""
+    def make_policy(self, policy: RoundPolicy) -> RoundPolicy:
+        """Make the policy of a decoding, which learns from drafted rounds as `policy` does."""
 
     def summarize_rounds(self) -> dict[str, Any]:
         """Return counts for a report."""
@@ -198,24 +198,18 @@ class Session:
         self._prepared_settings.add(setting)
         # These rounds say nothing about others. Only a builder that decides by its rounds is
         # copied: others may hold a drafter.
-        is_learning = self.builder.decides_to_draft
-        builder = copy.deepcopy(self.builder) if is_learning else UnobservantBuilder(self.builder)
+        policy = self.builder.round_policy
+        builder = copy.deepcopy(self.builder) if policy.decides_to_draft else self.builder
+        runner = EagerRunner(self.target, self.rule, self.drafter, builder)
+        runner.follow_plan(RoundPlan(is_observed=False))
         limit = min(WARM_UP_TOKENS, max_new_tokens)
-        decode(
-            self.target,
-            prompts,
-            self.rule,
-            limit,
-            self.drafter,
-            builder,
-            sequence_ids,
-            ignore_eos=True,
-        )
-        if self.builder.decides_to_draft:
+        request = make_request(self.target, prompts, limit, sequence_ids, ignore_eos=True)
+        run_to_end(decode_steps(runner, request), no_callback)
+        if policy.decides_to_draft:
             request = make_request(self.target, prompts, max_new_tokens)
-            refresh_times(
-                self.builder,
+            policy.refresh_times(
                 prefill_context(self.target, self.rule, request, self.drafter, self.builder),
+                time_sizes,
                 is_new_batch=True,
             )
 
@@ -308,17 +302,10 @@ class Session:
             self.pruning.check_settings(self.rule, self.target)
             runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
         if self.guard is not None:
-            self.guard.wrap_runner(runner, request.max_new_tokens)
-        elif runner.builder.decides_to_draft:
-            draft_selectively(runner, request)
+            runner.policy = self.guard.make_policy(runner.policy)
+        if runner.policy.decides_to_draft:
+            plan_rounds(runner, request)
         return runner
-
-
-class UnobservantBuilder(WrappedBuilder):
-    """Builds the trees of another builder, which does not observe these rounds."""
-
-    def observe(self, round: RoundResult) -> None:
-        """Do nothing."""
 
 
 def make_fallback(target: Target, engine: EngineChoice) -> Fallback:

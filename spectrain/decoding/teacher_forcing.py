@@ -121,7 +121,7 @@ class TeacherForcedBuilder(TreeBuilder):
             self.sequences[row][length + 1 : length + 1 + self.depth]
             for row, length in zip(prefix.sequence_ids.tolist(), prefix.lengths.tolist())
         ]
-        width = min(self.max_depth(rollout), max(1, max(map(len, answers))))
+        width = min(rollout.limit_depth(self.depth), max(1, max(map(len, answers))))
         answers = [tokens[:width] for tokens in answers]
         device = prefix.root.device
         tokens = torch.tensor(
@@ -270,7 +270,7 @@ class PresetChainBuilder(TreeBuilder):
                 [text + [0] * (length - len(text)) for text in texts], device=prefix.tokens.device
             )
             self.static_texts.setdefault((batch, length), torch.empty_like(text)).copy_(text)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         positions = prefix.lengths[:, None] + 1 + torch.arange(depth, device=prefix.tokens.device)
         tokens = self.static_texts[batch, length].gather(1, positions.clamp(max=length - 1))
         rollout.start()

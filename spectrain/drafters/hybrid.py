@@ -73,7 +73,7 @@ class DrafterWithCopies(DrafterWrapper):
         num_unread = sum(features.tokens.shape[1] for features, _ in context.deferred)
         # committed by the last round with the drafter, and by this one
         num_upcoming = 2 * (context.builder.depth + 1)
-        if num_unread + num_upcoming <= PATIENCE and not context.builder.needs_drafter(
+        if num_unread + num_upcoming <= PATIENCE and not context.builder.round_policy.needs_drafter(
             context, copies
         ):
             self.skippable.skip(context)

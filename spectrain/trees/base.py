@@ -7,6 +7,7 @@ ready continuations. A builder makes a TokenTree of it without knowing the famil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,81 @@ class RoundResult:
     path: Tensor | None = None  # [B, P] accepted nodes, the root first, padded with the last one
 
 
+TimeSizes = Callable[[Prefix, list[int]], tuple[dict[int, float], float]]
+"""Times the verification of trees of these sizes below the prefixes; returns the seconds of every
+size, and those that the measurement took.
+"""
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """How a round runs."""
+
+    runs_drafter: bool = True
+    # Whether this round or a later one of the decoding may draft. Otherwise the decoding goes on
+    # without the drafter, and nothing is planned for its other rounds.
+    keeps_drafter: bool = True
+    # Whether the tree builder observes the round.
+    is_observed: bool = True
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan may choose from."""
+
+    time_sizes: TimeSizes
+    can_skip: bool = True  # whether a round may run without the drafter
+    # After a round without the drafter: it stays only if one of so many next rounds may draft.
+    # None after a round with it.
+    num_waited: int | None = None
+
+
+class RoundPolicy:
+    """Decides rounds: `plan` is called before each of them, and `record` with that plan after it.
+
+    This one always drafts and learns nothing.
+    """
+
+    # Whether it may plan rounds without a draft; others need no planning.
+    decides_to_draft = False
+    # Whether it skips also drafters that decide for themselves, such as those with copies.
+    skips_any_drafter = False
+
+    def plan(self, prefix: Prefix, options: PlanOptions) -> RoundPlan:
+        """Decide how the next round runs."""
+        return RoundPlan()
+
+    def record(self, plan: RoundPlan, round: RoundResult) -> None:
+        """Learn from the round that ran by this plan."""
+
+    def refresh_times(
+        self, prefix: Prefix, time_sizes: TimeSizes, is_new_batch: bool = False
+    ) -> None:
+        """Time verification outside of any round, where the policy needs that. `is_new_batch`: also
+        if the number of threads may still change.
+        """
+
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
+        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain
+        steps. The answer changes nothing.
+
+        `length` is that of the longest of `num_texts` texts, whose decoding begins with these
+        rounds or goes on with them.
+        """
+        return True
+
+    def needs_drafter(self, prefix: Prefix, copies: list[Trie]) -> bool:
+        """Complete the plan of a round by copies that are available without the drafter: tell
+        whether the drafter runs too.
+        """
+        return True
+
+
+ALWAYS_DRAFT = RoundPolicy()
+# The plan of rounds of a decoding that goes on without its drafter.
+WITHOUT_DRAFTER = RoundPlan(runs_drafter=False, keeps_drafter=False, is_observed=False)
+
+
 MAX_NODES = 4096  # nodes, and so levels, of a tree: far more than any kernel or drafter can use
 
 
@@ -86,9 +162,7 @@ class TreeBuilder(ABC):
     verifies_all: bool = False  # every node passed to a rollout is in the tree
     is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
     uses_latency: bool = False  # the tree depends on measured times
-    decides_to_draft: bool = False  # rounds whose draft would not pay are plain steps
-    # it learns from the trees that were verified, so pruned ones mislead it
-    learns_from_trees: bool = False
+    round_policy: RoundPolicy = ALWAYS_DRAFT  # decides whether rounds draft, and learns from them
     # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
     requirements: tuple[str, ...] = ()
 
@@ -106,39 +180,6 @@ class TreeBuilder(ABC):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
 
-    def should_draft(self, prefix: Prefix) -> bool:
-        """Tell whether the next round drafts; asked before each round if the builder decides to
-        draft.
-        """
-        return True
-
-    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
-        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain
-        steps.
-
-        `length` is that of the longest of `num_texts` texts, whose decoding begins with these
-        rounds or goes on with them.
-        """
-        return True
-
-    def count_plain_round(self, num_texts: int, seconds: float) -> None:
-        """Count a round of a decoding that may not draft."""
-
-    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
-        """Return the tree sizes whose verification should be timed before the next round, in
-        ascending order.
-        """
-        return []
-
-    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
-        """Take the measured seconds to verify trees of these sizes; the measurement took
-        `total_seconds`.
-        """
-
-    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        """Tell whether the drafter should run although these copies are available without it."""
-        return True
-
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         """Return how many nodes of ready continuations are verified, the root included."""
         return self.budget
@@ -148,10 +189,6 @@ class TreeBuilder(ABC):
 
     def observe(self, round: RoundResult) -> None:
         """Learn from a drafted round; called after each of them."""
-
-    def max_depth(self, rollout: Rollout) -> int:
-        """Return the depth to draft: the builder's, or the drafter's limit where that is less."""
-        return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
 
     def sampled_variant(self, temperature: float) -> TreeBuilder | None:
         """Return an unprepared builder of the same trees with sampled children; None where
@@ -198,24 +235,6 @@ class WrappedBuilder(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return self.builder.expand(prefix, rollout)
-
-    def should_draft(self, prefix: Prefix) -> bool:
-        return self.builder.should_draft(prefix)
-
-    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
-        return self.builder.untimed_sizes(prefix, is_new_batch)
-
-    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
-        self.builder.record_times(prefix, seconds, total_seconds)
-
-    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
-        return self.builder.may_draft(num_texts, length, num_rounds, begins)
-
-    def count_plain_round(self, num_texts: int, seconds: float) -> None:
-        self.builder.count_plain_round(num_texts, seconds)
-
-    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        return self.builder.needs_drafter(prefix, tries)
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         return self.builder.copy_budget(prefix, tries)

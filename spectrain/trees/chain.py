@@ -72,7 +72,7 @@ class Chain(TreeBuilder):
         is_open = torch.ones_like(prefix.root, dtype=torch.bool)
         if self.decides_length:
             self.begin_round(prefix)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         for level in range(depth):
             if self.decides_length:
                 is_open = is_open & self.should_draw(tree, level)

@@ -38,7 +38,7 @@ class Eagle2(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tree = GrowingTree(self, prefix, rollout)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         for level in range(depth):
             scores = self._add_level(tree)
             if level + 1 < depth:

@@ -4,39 +4,19 @@ frontier nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from statistics import mean
-
 import numpy as np
 import torch
 
-from .acceptance_by_depth import AcceptanceByDepth
-from .base import Prefix, RoundResult
-from .copy_tree import CopyRanks, CopyTree, are_calibrated
-from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
-from .drafter_over_copies import CopyCosts, DrafterOverCopies
+from .base import Prefix, TreeBuilder
 from .growing import GrowingTree
-from .latency_aware import LatencyAwareBuilder
-from .measurements import Calibration, Latency, list_timed_sizes
+from .measured_policy import MeasuredPolicy
+from .measurements import Calibration
 from .rollout import Rollout
-from .round_costs import RoundCosts
-from .running_mean import RunningMean
-from .token_curves import TokenCurves
 from .token_tree import TokenTree
 from .trie import Trie
-from .verify_fit import VerifyFit
-
-# expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
-UNKNOWN_ROUND = 1.5, 1.0
-READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
-READ_MEMORY = (
-    # rounds over which the mean of the cost of reading a token is taken, because few rounds read
-    # many skipped tokens
-    4
-)
 
 
-class Auto(LatencyAwareBuilder):
+class Auto(TreeBuilder):
     """The depth and size that maximise predicted speed: expected tokens over the time to draft and
     verify them.
 
@@ -47,19 +27,13 @@ class Auto(LatencyAwareBuilder):
     (`VerifyFit`). Trees that early pruning shortens count as what they were before in times, and as
     what is left in acceptance.
 
-    Where copies are available, the drafter runs only if it adds enough to them
-    (`DrafterOverCopies`).
-
-    A round drafts only if drafted rounds gain more tokens than plain steps would in the same time
-    (`DraftChoice`). Of several texts, those with the fewest new tokens so far count, because a
-    batch ends with its last text. Times belong to a batch size and a number of threads. For others
-    than the calibrated ones they are estimated at first. They are measured once rounds with them
-    have taken a hundred times as long as measuring does, and again when drafted rounds take longer
-    or shorter than expected, compared with plain steps.
+    The policy of this tree decides whether a round drafts, and learns from it (`MeasuredPolicy`).
     """
 
     name = "auto"
-    decides_to_draft = True
+    requirements: tuple[str, ...] = ("latency",)
+    uses_latency = True
+    round_policy: MeasuredPolicy
 
     def __init__(
         self,
@@ -83,196 +57,26 @@ class Auto(LatencyAwareBuilder):
             depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1)
         )
         self.max_drafted = (depth - 1) * top_k
-        self.text_length = 0  # tokens of the longest text in this round
-        # by batch size and number of threads
-        self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}
-        # batch size and threads of this round, and earlier ones in a row with them
-        self.setting = (0, 0)
-        self.num_settled = 0
-        self.curves = TokenCurves(depth, budget, memory)
-        self.acceptance = AcceptanceByDepth(depth, memory)
-        # [B, depth + 1] expected tokens of this round
-        self.expected_by_depth: np.ndarray | None = None
-        self.num_new: list[int] | None = None  # new tokens of each text since its decoding began
-        self.num_levels = 0  # levels that the drafter made in this round
-        self.is_skipped = False  # this round was decided to be a plain step
-        # verification was timed in this round, whose own times are not those of others
-        self.has_timed = False
-        self.num_unread = 0  # tokens that the drafter reads in this round beyond those of one round
-        self.last_draft_length = 0  # text length at the last drafted round
-        self.over_copies = DrafterOverCopies(memory)
-        # learned acceptance of copies that no drafter has calibrated
-        self.copy_ranks = CopyRanks(budget, memory)
-        self.copies_alone = False  # some round had such copies
-        self.tree_sizes: list[int] = []  # tree size of every drafted round
-        # rounds in which the builder decided whether to draft, and those without one
-        self.num_rounds = self.num_plain = 0
+        self.round_policy = MeasuredPolicy(depth, budget, top_k, memory, refit)
 
     def prepare(self, calibration: Calibration) -> None:
-        super().prepare(calibration)
-        latency = self.require_latency()
-        self.costs_by_setting.clear()
-        self.setting = latency.batch, torch.get_num_threads()
-        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency)
-        self.costs.is_timed = True
-        self._use_costs()
-
-    def _make_costs(self, latency: Latency, copy_seconds: float = 0.0) -> RoundCosts:
-        """Return the costs of rounds with these times, before any of them ran; `copy_seconds` is
-        the time of a draft that only copies, if the number of prompts is new."""
-        # All numbers of threads share what decides about the drafter: if one of them drafted more
-        # often than another, the times of its rounds would not say which is faster.
-        shared = next(
-            (
-                costs
-                for (batch, _), costs in self.costs_by_setting.items()
-                if batch == latency.batch
-            ),
-            None,
-        )
-        choice = (
-            shared.choice if shared else DraftChoice(*self._expected_round(latency), self.memory)
-        )
-        copies = shared.copies if shared else CopyCosts(RunningMean(copy_seconds))
-        fit = VerifyFit(self.memory) if self.refit else None
-        # Reading a token costs what a node of a draft step does, until it was measured.
-        reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (
-            READ_NODES - 1
-        )
-        timing = latency.estimate_timing(list_timed_sizes(self.budget), self.text_length)
-        start, step = (
-            RunningMean(x, self.memory)
-            for x in (latency.start_seconds, latency.estimate_step(self.top_k))
-        )
-        per_token = RunningMean(reading, READ_MEMORY if reading else 0)
-        return RoundCosts(
-            latency, choice, copies, start, step, per_token, fit=fit, timing_seconds=timing
-        )
-
-    def verify_seconds(self, length: int) -> list[float]:
-        seconds = super().verify_seconds(length)
-        return seconds if self.costs.fit is None else self.costs.fit.correct(seconds)
-
-    def _use_costs(self) -> None:
-        self.latency, self.verify_curves = self.costs.latency, self.costs.verify_curves
-
-    def _select_costs(self, prefix: Prefix) -> None:
-        """Select the costs of the prompts' number and of the number of threads; estimate new
-        ones from the closest known.
-        """
-        self.require_latency()
-        batch, threads = setting = len(prefix.lengths), torch.get_num_threads()
-        self.text_length = prefix.longest
-        if setting == self.setting:
-            return
-        self.num_settled = 0
-        if setting not in self.costs_by_setting:
-            closest = min(
-                (other for other, costs in self.costs_by_setting.items() if costs.is_timed),
-                key=lambda other: (other[0] != batch, other[1] != threads, abs(other[0] - batch)),
-            )
-            nearest = self.costs_by_setting[closest]
-            share = batch / closest[0]
-            copy_seconds = nearest.copies.draft_seconds.value * share
-            costs = self.costs_by_setting[setting] = self._make_costs(
-                nearest.latency.for_batch(batch), copy_seconds
-            )
-            costs.reading_seconds = replace(
-                nearest.reading_seconds, value=nearest.reading_seconds.value * share
-            )
-        self.setting = setting
-        self.costs = self.costs_by_setting[setting]
-        self._use_costs()
-
-    def _expected_round(self, latency: Latency) -> tuple[float, float]:
-        """Return the expected tokens of a drafted round and its cost in plain steps, for the
-        tree that gains most.
-        """
-        if self.copies_alone:
-            seconds = [
-                latency.estimate_verify(size, self.text_length)
-                for size in range(1, self.budget + 1)
-            ]
-            return self.copy_ranks.expected_round(seconds, latency.start_seconds)
-        if not self.curves.num_rounds:
-            return UNKNOWN_ROUND
-        return self.curves.find_best_round(latency, self.top_k, self.text_length)
-
-    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
-        self._select_costs(prefix)
-        self.has_timed = False
-        is_due = (
-            not self.costs.is_timed
-            if is_new_batch
-            else self.costs.needs_timing(self.text_length, self.num_settled)
-        )
-        return list_timed_sizes(self.budget) if is_due else []
-
-    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
-        self._select_costs(prefix)
-        self.has_timed = True
-        self.costs.set_times(self.text_length, seconds, len(prefix.lengths))
-        self.costs.round_seconds = 0.0
-        self.costs.timing_seconds = total_seconds
-        self._use_costs()
-        self.costs.choice.expect_round(*self._expected_round(self.costs.latency))
-
-    def should_draft(self, prefix: Prefix) -> bool:
-        self._select_costs(prefix)
-        self._count_unread(prefix)
-        self.num_rounds += 1
-        costs = self.costs
-        is_comparable = self.num_settled > 0 and costs.time_ratios.has_drafted
-        self.is_skipped = not costs.choice.should_draft(
-            self._reading_cost(costs, self.num_unread), is_comparable
-        )
-        if not self.is_skipped:
-            self.last_draft_length = self.text_length
-        return not self.is_skipped
-
-    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
-        costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
-        if costs is None or not (costs.is_timed or costs.choice.has_drafted):
-            return True
-        num_unread = self._skipped_tokens(length, 0 if begins else self.last_draft_length)
-        return costs.choice.may_draft(num_rounds, self._reading_cost(costs, num_unread, length))
-
-    def _reading_cost(self, costs: RoundCosts, num_unread: int, length: int | None = None) -> float:
-        """Return the plain steps that reading so many skipped tokens takes, behind a text of
-        `length` tokens or this one.
-        """
-        if not num_unread:
-            return 0.0
-        return (
-            num_unread
-            * costs.reading_seconds.value
-            / costs.latency.estimate_verify(1, length or self.text_length)
-        )
-
-    def count_plain_round(self, num_texts: int, seconds: float) -> None:
-        self.num_rounds = self.num_rounds + 1
-        self.num_plain = self.num_plain + 1
-        # A number of threads that is tried for the first time has no costs yet.
-        if costs := self.costs_by_setting.get((num_texts, torch.get_num_threads())):
-            costs.round_seconds += seconds
-            costs.choice.savings += TRIAL_ALLOWANCE
+        self.round_policy.prepare(calibration)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self._select_costs(prefix)
-        latency = self.require_latency()
-        costs = self.costs
-        self.last_draft_length = self.text_length
+        policy = self.round_policy
+        costs = policy.start_tree(prefix)
+        latency = costs.latency
         tree = GrowingTree(self, prefix, rollout)
         num_texts = len(prefix.root)
         rows = np.arange(num_texts)[:, None]
-        log_trust = self.acceptance.log_trust()
-        verify = np.asarray(self.verify_seconds(self.text_length))
+        log_trust = policy.acceptance.log_trust()
+        verify = np.asarray(policy.verify_seconds(policy.text_length))
         # Of all nodes so far: scores [B, N] and depths [N], and the largest acceptance
         # probabilities [B, budget], descending.
         scores = [np.zeros((num_texts, 1), np.float32)]
         depths = [0]
         chances = np.ones((num_texts, 1))
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         curves = list[np.ndarray]()
         for level in range(depth):
             # Numpy: torch takes several times as long for as few numbers.
@@ -294,7 +98,7 @@ class Auto(LatencyAwareBuilder):
             best = np.argsort(-new, axis=1, kind="stable")[:, : self.top_k]
             mass = float(new_chances[rows, best].sum(1).mean())
             if (
-                mass * self.acceptance.next_chance(level + 1)
+                mass * policy.acceptance.next_chance(level + 1)
                 < (costs.step_seconds.value + latency.level_seconds) * top_speed
             ):
                 break  # another level costs more time than its expected tokens save
@@ -305,160 +109,21 @@ class Auto(LatencyAwareBuilder):
             num_kept = max(1, int((new_chances[rows, best] >= worth).sum(1).max()))
             tree.extend_frontier(torch.from_numpy(best[:, :num_kept].copy()).to(prefix.root.device))
         size = max(2, num_fastest)
-        self.num_levels = level + 1
-        self.curves.add(curves)
         every = np.concatenate(scores, axis=1)
         selected = np.argsort(-every, axis=1, kind="stable")[:, :size]
-        self.expected_by_depth = np.zeros((num_texts, self.depth + 1))
+        expected_by_depth = np.zeros((num_texts, self.depth + 1))
         np.add.at(
-            self.expected_by_depth,
+            expected_by_depth,
             (rows, np.asarray(depths)[selected]),
             np.exp(every[rows, selected]),
         )
+        policy.record_tree(level + 1, expected_by_depth, curves)
         # Scores fall along a path and ties go to the shallower node, so every selected node has its
         # parent.
         return tree.select_nodes(torch.from_numpy(np.sort(selected, axis=1)).to(prefix.root.device))
 
-    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        self._select_costs(prefix)
-        costs = self.costs
-        if not are_calibrated(tries):
-            return True
-        self._count_unread(prefix)
-        is_needed = self.over_copies.needs_drafter(
-            self._fastest_copies(tries, costs.estimate_drafting(0)),
-            costs.copies,
-            costs.time_ratios,
-            costs.estimate_drafting,
-            self.num_unread * costs.reading_seconds.value / ROUNDS_PER_READING,
-        )
-        self.num_unread = self.num_unread if is_needed else 0
-        return is_needed
-
-    def _count_unread(self, prefix: Prefix) -> None:
-        """Count the tokens that the drafter would read in this round beyond those of one round."""
-        if prefix.begins:
-            self.last_draft_length = 0
-            self.num_new = None
-        self.num_unread = self._skipped_tokens(self.text_length, self.last_draft_length)
-
-    def _skipped_tokens(self, length: int, last_length: int) -> int:
-        """Return the tokens since `last_length` that the drafter has not read, 0 where one round
-        may have accepted them.
-        """
-        return length - last_length if length - last_length > self.depth + 1 else 0
-
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
-        """Return the fastest size after drafting; copies and drafted nodes compete by calibrated
-        probability.
-        """
-        if not tries:
-            return 1
-        self._select_costs(prefix)
-        if not are_calibrated(tries):
-            self.copies_alone = True
-            seconds = self.verify_seconds(self.text_length)
-            return self.copy_ranks.choose_size(
-                tries, self.depth, seconds, self.costs.estimate_drafting(0)
-            )
-        if self.num_levels:
-            fastest = self._fastest_copies(tries, self.costs.estimate_drafting(self.num_levels))
-            self.over_copies.record_draft(fastest, self.num_levels, self.costs.copies)
-        else:
-            fastest = self.over_copies.copies or self._fastest_copies(
-                tries, self.costs.estimate_drafting(0)
-            )
-        self.expected_by_depth = fastest.expected_by_depth
-        return fastest.size
-
-    def _fastest_copies(self, tries: list[Trie], spent: float) -> CopyTree:
-        """Return the fastest tree of these nodes after `spent` seconds of drafting."""
-        seconds = self.verify_seconds(self.text_length)
-        return CopyTree.find_fastest(tries, self.depth, seconds, spent, self.require_latency())
-
-    def observe(self, round: RoundResult) -> None:
-        counts = round.counts.tolist()
-        num_new = [0] * len(counts) if self.num_new is None else self.num_new
-        self.num_new = [before + count for before, count in zip(num_new, counts)]
-        # The first round with another number of prompts or threads may wake threads.
-        is_settled = self.num_settled > 0
-        self.num_settled += 1
-        seconds = sum(round.seconds.values())
-        self.costs.round_seconds += seconds
-        self.copy_ranks.observe(round)
-        if self.is_skipped:
-            if not self.has_timed:
-                ratio = seconds / self.verify_seconds(self.text_length)[0] if is_settled else None
-                self.costs.choice.record_plain(self.costs.time_ratios.compare(False, ratio))
-            self.num_unread = 0
-            self.is_skipped = False
-            self.has_timed = False
-            self.num_plain += 1
-            return
-        levels = self.num_levels
-        self.num_levels = 0
-        has_copies = self.over_copies.finish_round(round)
-        judged = round.tree.num_drafted.tolist()
-        if (size := max(judged)) > 1:
-            self.tree_sizes.append(size)
-        if not self.has_timed:
-            self._record_drafted(round, size, levels, num_new, has_copies, is_settled)
-        self.num_unread = 0
-        self.has_timed = False
-        # neither copies that are not calibrated, nor nothing drafted
-        if self.expected_by_depth is not None and size > 1:
-            self.acceptance.record(self.expected_by_depth, counts, judged)
-
-    def _record_drafted(
-        self,
-        round: RoundResult,
-        size: int,
-        levels: int,
-        num_new: list[int],
-        has_copies: bool,
-        is_settled: bool,
-    ) -> None:
-        """Record times and tokens of a drafted round, before which texts had `num_new` new
-        tokens each.
-        """
-        costs, seconds = self.costs, round.seconds
-        expected = costs.estimate_drafting(levels)
-        verifying = self._estimate_verification(round.tree, size)
-        # Other work on the machine slows drafting as much as verification.
-        slowdown = (seconds["verify"] + seconds["accept"]) / verifying
-        drafting = seconds["draft"] / max(slowdown, 1e-9)
-        reading = max(0.0, drafting - expected) if self.num_unread else 0.0
-        ratio = None
-        if size > 1 and not self.num_unread and is_settled:
-            ratio = sum(seconds.values()) / (expected + verifying)
-            if has_copies:
-                costs.time_ratios.record_copies(levels > 0, ratio)
-        active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
-        if active:
-            costs.choice.is_preparing = size == 1 and not costs.choice.is_preparing
-            least = min(before for before, _ in active)
-            step = self.verify_seconds(self.text_length)[0]
-            tokens = mean(count for before, count in active if before == least)
-            comparison = costs.time_ratios.compare(True, ratio)
-            costs.choice.record_draft(
-                tokens, (expected + verifying) / step, comparison, reading / step
-            )
-        if size == 1 or not is_settled:
-            return
-        if costs.fit is not None:
-            costs.fit.record(verifying, seconds["verify"] + seconds["accept"])
-        if self.num_unread:
-            costs.reading_seconds.add(reading / self.num_unread, READ_MEMORY)
-        else:
-            costs.record_drafting(levels, drafting, self.memory)
-
-    def _estimate_verification(self, tree: TokenTree, size: int) -> float:
-        """Return the expected seconds to verify a tree of `size` nodes."""
-        latency = self.require_latency()
-        levels = latency.estimate_levels(int(tree.depths.max())) if latency.level_seconds else 0.0
-        return latency.estimate_verify(size, self.text_length) + levels
+        return self.round_policy.choose_copies(prefix, tries)
 
     def report_settings(self) -> dict[str, object]:
-        middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None
-        share = round(self.num_plain / self.num_rounds, 4) if self.num_rounds else None
-        return {**super().report_settings(), "median_size": middle, "undrafted_share": share}
+        return {**super().report_settings(), **self.round_policy.report_rounds()}

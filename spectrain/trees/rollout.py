@@ -40,6 +40,10 @@ class Rollout(ABC):
         Parents count nodes in the order in which they were passed; the root is 0.
         """
 
+    def limit_depth(self, depth: int) -> int:
+        """Return the depth to draft: this one, or the drafter's limit where that is less."""
+        return depth if self.depth_limit is None else min(depth, self.depth_limit)
+
     def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
         """Return log-probabilities [B, F, V] after a path of nodes `tokens` [B, F], the first of
         them below `parents` [B].

@@ -13,7 +13,7 @@ import torch
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import EagerRunner, decode, make_request
-from spectrain.decoding.selective import PlainRounds, SelectiveDrafter, draft_selectively
+from spectrain.decoding.selective import PlannedDrafter, plan_rounds
 from spectrain.decoding.session import Session
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.context import Context
@@ -22,9 +22,10 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 from spectrain.trees import Auto
-from spectrain.trees.base import RoundResult, merge_tries
+from spectrain.trees.base import WITHOUT_DRAFTER, RoundPlan, RoundResult, merge_tries
 from spectrain.trees.copy_tree import FIRST_RATE, PRIOR_TEXTS, CopyRanks
 from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
+from spectrain.trees.measured_policy import MeasuredPolicy
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
@@ -34,30 +35,31 @@ PROMPTS = [[5, 7, 9, 5, 7, 9, 5, 7], [40, 50, 60, 40]]
 SIZES = (1, 2, 4, 8, 16)
 
 
-class TimedAuto(Auto):
+class TimedPolicy(MeasuredPolicy):
     """Takes the seconds of a round from a table, by the size of its tree."""
 
     times: dict[int, float]
 
-    def observe(self, round: RoundResult) -> None:
+    def record(self, plan: RoundPlan, round: RoundResult) -> None:
         size = int(round.tree.num_drafted.max())
         seconds = {
             "draft": 0.01 * (size > 1),
             "verify": float(np.interp(size, [*self.times], [*self.times.values()])),
         }
-        super().observe(replace(round, seconds={**seconds, "accept": 0.0, "other": 0.0}))
+        super().record(plan, replace(round, seconds={**seconds, "accept": 0.0, "other": 0.0}))
 
 
 def make_builder(node: float) -> Auto:
     """A builder for which a node costs this many plain steps, whatever the clock says."""
-    builder = TimedAuto(depth=4, budget=16, top_k=2)
+    builder = Auto(depth=4, budget=16, top_k=2)
+    builder.round_policy = policy = TimedPolicy(4, 16, 2, memory=64, refit=False)
     times = {size: 1 + node * (size - 1) for size in SIZES}
     builder.prepare(
         Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=2))
     )
     # nothing is timed anew
-    builder.times = times
-    builder.costs.timing_seconds = 1e9
+    policy.times = times
+    builder.round_policy.costs.timing_seconds = 1e9
     return builder
 
 
@@ -85,26 +87,26 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
     """
     drafter = Causal(shallow, num_layers=1).eval()
     builder = make_builder(10.0)
-    builder.costs.choice = DraftChoice(1.0, 5.0)
+    builder.round_policy.costs.choice = DraftChoice(1.0, 5.0)
     session = Session(shallow, Greedy(), drafter, builder)
     generations = session.decode(PROMPTS, 12, ignore_eos=True)
     assert [row.output for row in generations] == [
         row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)
     ]
     assert (
-        builder.num_plain == builder.num_rounds == 11
-        and builder.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
+        builder.round_policy.num_plain == builder.round_policy.num_rounds == 11
+        and builder.round_policy.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
     )
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
-    draft_selectively(runner, make_request(shallow, PROMPTS, 12))
-    assert runner.drafter is None and isinstance(runner.builder, PlainRounds)
+    plan_rounds(runner, make_request(shallow, PROMPTS, 12))
+    assert runner.drafter is None and runner.plan == WITHOUT_DRAFTER
     for prompts, num_rounds in (
         (PROMPTS, 1200),
         (PROMPTS * 2, 12),
     ):  # enough savings; a number of texts that nothing is known of
         runner = EagerRunner(shallow, Greedy(), drafter, builder)
-        draft_selectively(runner, make_request(shallow, prompts, num_rounds))
-        assert runner.drafter is drafter and isinstance(runner.round_drafter, SelectiveDrafter)
+        plan_rounds(runner, make_request(shallow, prompts, num_rounds))
+        assert runner.drafter is drafter and isinstance(runner.round_drafter, PlannedDrafter)
 
 
 def test_features_are_recorded_while_a_draft_may_come(
@@ -115,8 +117,8 @@ def test_features_are_recorded_while_a_draft_may_come(
     """
     drafter = Medusa(shallow, num_heads=2).eval()
     builder = make_builder(10.0)
-    builder.costs.choice = DraftChoice(1.0, 1.4)
-    builder.costs.choice.savings = 0.41
+    builder.round_policy.costs.choice = DraftChoice(1.0, 1.4)
+    builder.round_policy.costs.choice.savings = 0.41
     recorded: list[tuple[Layer, ...]] = []
     verify = Context.verify
     monkeypatch.setattr(
@@ -127,7 +129,7 @@ def test_features_are_recorded_while_a_draft_may_come(
     assert [row.output for row in generations] == [row.output for row in plain]
     # The round after the trial still records them.
     assert recorded[:19] == [drafter.layers] * 2 + [()] * 17 and drafter.layers
-    assert builder.num_rounds == 19 and builder.num_plain == 18
+    assert builder.round_policy.num_rounds == 19 and builder.round_policy.num_plain == 18
 
 
 @pytest.mark.parametrize("waits_for", ["a third of the rounds", "all rounds"])
@@ -142,14 +144,16 @@ def test_waiting_for_a_draft_ends_where_none_may_come(shallow: Target, waits_for
     )
     builder = make_builder(10.0)
     for rounds_left in (1, 30, 31, 90):
-        builder.costs.choice = DraftChoice(1.0, 1.4)
-        selective = SelectiveDrafter(
+        builder.round_policy.costs.choice = DraftChoice(1.0, 1.4)
+        selective = PlannedDrafter(
             EagerRunner(shallow, Greedy(), drafter, builder),
             make_request(shallow, PROMPTS, rounds_left),
         )
         num_waited = math.ceil(rounds_left / 3) if reads_features else rounds_left
         for missing in (0.001, -0.001):
-            builder.costs.choice.savings = 0.4 - TRIAL_ALLOWANCE * (num_waited - 1) - missing
+            builder.round_policy.costs.choice.savings = (
+                0.4 - TRIAL_ALLOWANCE * (num_waited - 1) - missing
+            )
             assert selective.is_worth_waiting(2, 8) == (missing < 0)
 
 
@@ -162,13 +166,13 @@ def test_what_may_draft_is_what_drafts(shallow: Target) -> None:
     answers = []
     for unread in range(9):
         for savings in (0.39, 0.41, 0.7, 1.2):
-            builder.costs.choice = DraftChoice(1.0, 1.4)
-            builder.costs.choice.savings = savings
-            builder.costs.reading_seconds.value = 0.1
-            builder.last_draft_length = 50
-            may = builder.may_draft(2, 50 + unread, 1, begins=False)
+            builder.round_policy.costs.choice = DraftChoice(1.0, 1.4)
+            builder.round_policy.costs.choice.savings = savings
+            builder.round_policy.costs.reading_seconds.value = 0.1
+            builder.round_policy.last_draft_length = 50
+            may = builder.round_policy.may_draft(2, 50 + unread, 1, begins=False)
             prefix = SimpleNamespace(lengths=lengths, longest=50 + unread, begins=False)
-            assert builder.should_draft(prefix) == may  # type: ignore[arg-type]
+            assert builder.round_policy._should_draft(prefix) == may  # type: ignore[arg-type]
             answers.append(may)
     assert 0 < sum(answers) < len(answers)
 
@@ -185,7 +189,7 @@ def test_copies_are_skipped_where_they_do_not_pay(shallow: Target) -> None:
             assert [row.output for row in session.decode(PROMPTS, 40, ignore_eos=True)] == [
                 row.output for row in plain
             ]
-        shares.append(len(builder.tree_sizes) / builder.num_rounds)
+        shares.append(len(builder.round_policy.tree_sizes) / builder.round_policy.num_rounds)
     assert shares[0] > 0.4 > 0.1 > shares[1]
 
 
@@ -195,12 +199,16 @@ def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
     """
     builder = make_builder(0.0)
     for begins, reading in ((True, 500.0), (False, 0.0), (False, 0.0), (True, 5.0), (False, 0.0)):
-        builder.num_unread = 50 if begins else 0
+        builder.round_policy.num_unread = 50 if begins else 0
         tree = TokenTree.from_chain(torch.tensor([[1, 2], [1, 2]]))
         seconds = {"draft": 0.05 + reading, "verify": 1.0, "accept": 0.0, "other": 0.0}
-        Auto.observe(builder, RoundResult(tree, torch.zeros(0), torch.tensor([1, 1]), seconds))
-    assert builder.costs.copies.draft_seconds.value == pytest.approx(0.05)
-    assert builder.costs.reading_seconds.value == pytest.approx(0.1, rel=0.02)
+        MeasuredPolicy.record(
+            builder.round_policy,
+            RoundPlan(),
+            RoundResult(tree, torch.zeros(0), torch.tensor([1, 1]), seconds),
+        )
+    assert builder.round_policy.costs.copies.draft_seconds.value == pytest.approx(0.05)
+    assert builder.round_policy.costs.reading_seconds.value == pytest.approx(0.1, rel=0.02)
 
 
 def test_the_shortest_unfinished_text_decides() -> None:
@@ -208,15 +216,16 @@ def test_the_shortest_unfinished_text_decides() -> None:
     builder = make_builder(0.0)
     tree = TokenTree.from_chain(torch.tensor([[1, 2]] * 3))
     recorded: list[float] = []
-    builder.costs.choice.record_draft = lambda tokens, *_: recorded.append(tokens)  # type: ignore[method-assign]
+    builder.round_policy.costs.choice.record_draft = lambda tokens, *_: recorded.append(tokens)  # type: ignore[method-assign]
     for counts in ([2, 1, 1], [2, 2, 1], [1, 2, 2], [2, 1, 0], [1, 1, 0]):
-        builder.observe(
+        builder.round_policy.record(
+            RoundPlan(),
             RoundResult(
                 tree,
                 torch.zeros(0),
                 torch.tensor(counts),
                 {"draft": 0.1, "verify": 1.0, "accept": 0.0},
-            )
+            ),
         )
     assert recorded == pytest.approx([4 / 3, 1.5, 2, 1.5, 1])
 

@@ -132,8 +132,11 @@ def test_session_drafts_by_measured_times(shallow: Target, cost: float) -> None:
         session.warm_up(PROMPTS, 24)
         drafted = session.decode(PROMPTS, 24)
         assert [generation.output for generation in drafted] == plain
-    assert (3, torch.get_num_threads()) in builder.costs_by_setting and builder.costs.is_timed
-    assert set(builder.costs.latency.verify_seconds) == {max(map(len, PROMPTS))}
+    assert (
+        3,
+        torch.get_num_threads(),
+    ) in builder.round_policy.costs_by_setting and builder.round_policy.costs.is_timed
+    assert set(builder.round_policy.costs.latency.verify_seconds) == {max(map(len, PROMPTS))}
 
 
 def test_warming_up_copies_no_drafter(shallow: Target) -> None:

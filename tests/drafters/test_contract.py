@@ -34,7 +34,7 @@ from spectrain.training.adapters import LoraAdapter, merge_adapters
 from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.base import Prefix
+from spectrain.trees.base import PlanOptions, Prefix, RoundPlan, RoundPolicy
 from tests.decoding.rounds import Keeping
 from tests.targets import cut_tiny
 
@@ -136,16 +136,25 @@ VARIANTS = {
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 
 
+class AlternatingPolicy(RoundPolicy):
+    """Drafts in two of five rounds in a row, and in one more."""
+
+    decides_to_draft = True
+    num_rounds = 0
+
+    def plan(self, prefix: Prefix, options: PlanOptions) -> RoundPlan:
+        self.num_rounds += 1
+        return RoundPlan(runs_drafter=self.num_rounds % 5 in (2, 3, 0))
+
+
 class Alternating(Eagle2):
     """A builder that drafts in some rounds, two of them in a row, and makes plain steps of the
     others.
     """
 
-    decides_to_draft = True
-
-    def should_draft(self, prefix: Prefix) -> bool:
-        self.num_rounds = getattr(self, "num_rounds", 0) + 1
-        return self.num_rounds % 5 in (2, 3, 0)
+    def __init__(self, depth: int, budget: int, top_k: int) -> None:
+        super().__init__(depth, budget, top_k)
+        self.round_policy = AlternatingPolicy()
 
 
 @cache

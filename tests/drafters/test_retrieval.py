@@ -19,7 +19,7 @@ from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.generation import no_callback, run_to_end
 from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_request
-from spectrain.decoding.selective import draft_selectively
+from spectrain.decoding.selective import plan_rounds
 from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
@@ -29,7 +29,7 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
-from spectrain.trees.base import Prefix
+from spectrain.trees.base import Prefix, RoundPolicy
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
@@ -291,17 +291,24 @@ def test_trees_are_searched_over_the_drafters_own_hits(
     ]
 
 
+class PatternPolicy(RoundPolicy):
+    """Leaves the drafter out by a fixed pattern where there are copies."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.num_calls = 0
+
+    def needs_drafter(self, prefix: Prefix, copies: list[Trie]) -> bool:
+        self.num_calls += 1
+        return self.pattern[(self.num_calls - 1) % len(self.pattern)] == "d"
+
+
 class PatternBuilder(Eagle2):
     """EAGLE-2 that leaves the drafter out by a fixed pattern."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(4, 10, 3)
-        self.pattern = pattern
-        self.num_calls = 0
-
-    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        self.num_calls += 1
-        return self.pattern[(self.num_calls - 1) % len(self.pattern)] == "d"
+        self.round_policy: PatternPolicy = PatternPolicy(pattern)
 
 
 @pytest.mark.sweep(3, free=("pattern",))
@@ -329,7 +336,7 @@ def test_a_drafter_that_was_left_out_catches_up(
     assert [row.output for row in generations] == [row.output for row in plain]
     rounds = max(len(row.round_lengths) for row in generations)
     assert (
-        builder.num_calls <= rounds and len(read) == rounds
+        builder.round_policy.num_calls <= rounds and len(read) == rounds
         if pattern == "d"
         else len(read) < rounds
     )
@@ -351,7 +358,7 @@ def test_features_wait_until_the_drafter_reads_them(
         shallow, Greedy(), Hybrid(shallow, INNER, store).eval(), PatternBuilder("cccd")
     )
     request = make_request(shallow, prompts[:1], 32, ignore_eos=True)
-    draft_selectively(runner, request)
+    plan_rounds(runner, request)
     (generation,) = run_to_end(decode_steps(runner, request), no_callback)
     assert len(joined) == len(generation.round_lengths) // 4 > 1 and set(joined) == {4}
 

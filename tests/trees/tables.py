@@ -205,7 +205,7 @@ def assert_rows_alone(
     tree = make_builder().expand(context(), Table(scores))
     for row in ROWS:
         builder = make_builder()
-        rows = [row] * (len(ROWS) if builder.decides_to_draft else 1)
+        rows = [row] * (len(ROWS) if builder.round_policy.decides_to_draft else 1)
         single = builder.expand(context(rows), Table(scores, rows))
         assert paths(single, 0) == paths(tree, row)
         assert_q(single, 0, row, scores, make_builder().temperature)

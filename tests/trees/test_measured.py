@@ -9,7 +9,7 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.trees import Auto
-from spectrain.trees.base import RoundResult
+from spectrain.trees.base import RoundPlan, RoundResult
 from spectrain.trees.copy_tree import CopyTree
 from spectrain.trees.draft_choice import ROUNDS_PER_READING
 from spectrain.trees.latency_aware import LatencyAwareBuilder
@@ -171,9 +171,14 @@ def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
 
 def observe_round(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
     """Let a builder observe the result of its round, at the costs that it was prepared with."""
-    seconds = {"draft": builder.costs.estimate_drafting(builder.num_levels), "accept": 0.0}
+    seconds = {
+        "draft": builder.round_policy.costs.estimate_drafting(builder.round_policy.num_levels),
+        "accept": 0.0,
+    }
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
-    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
+    builder.round_policy.record(
+        RoundPlan(), RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds)
+    )
 
 
 def test_auto_shrinks_where_nothing_is_accepted() -> None:
@@ -197,7 +202,7 @@ def test_auto_learns_the_acceptance_of_each_depth() -> None:
     """
     builder = prepare_builder(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
     tree = builder.expand(context(), Table(soft_scores))
-    assert builder.num_levels == 3
+    assert builder.round_policy.num_levels == 3
     observe_round(builder, tree, [2, 0], 1e-4)
     expected = np.zeros(4)
     accepted = paths(tree, 0)
@@ -207,7 +212,7 @@ def test_auto_learns_the_acceptance_of_each_depth() -> None:
         ]
         expected[len(path)] += math.exp(sum(log_q))
     assert set(map(len, accepted)) == {0, 1, 2, 3}
-    acceptance = builder.acceptance
+    acceptance = builder.round_policy.acceptance
     assert acceptance.predicted == pytest.approx(expected[1:]) and acceptance.observed.tolist() == [
         1,
         0,
@@ -241,7 +246,7 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
     builder.levels = 0
     costs = [1 + node * size for size in range(1, 8)]
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
-    unit = builder.require_latency().estimate_verify(1, 9)
+    unit = costs[0]
     assert builder.copy_budget(context(), tries) == (
         best if name is Auto else apply_cast_rule(tokens, [cost / unit for cost in costs], 1.0)
     )
@@ -254,12 +259,12 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
 def run_round(builder: Auto, tries: list[Trie], drafted: list[float], accepted: int) -> bool:
     """Run a round with these copies and, if the drafter is used, drafts of these chances, and
     accept so many tokens; return whether the drafter was used."""
-    requested = builder.needs_drafter(context(), tries)
+    requested = builder.round_policy.needs_drafter(context(), tries)
     tokens = [[7] * len(drafted), [8] * len(drafted)]
     for path in tokens:
         tries[0].add_continuation(path, 0.0)
     if requested:
-        builder.num_levels = 2
+        builder.round_policy.num_levels = 2
         merged = make_copies(drafted)
         tries[0].weights = merged.weights + [0.0] * (len(tries[0]) - len(merged))
     builder.copy_budget(context(), tries)
@@ -270,7 +275,9 @@ def run_round(builder: Auto, tries: list[Trie], drafted: list[float], accepted: 
         "accept": 0.0,
     }
     path = torch.arange(accepted)[None]
-    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([accepted]), seconds, path))
+    builder.round_policy.record(
+        RoundPlan(), RoundResult(tree, torch.zeros(0), torch.tensor([accepted]), seconds, path)
+    )
     return requested
 
 
@@ -336,8 +343,8 @@ def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     for verifying, needs_drafter in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
-            builder.costs.copies.gains[2].record_trial(0.5, 1, verifying, 1)
-        assert builder.needs_drafter(context(), [make_copies([])]) is needs_drafter
+            builder.round_policy.costs.copies.gains[2].record_trial(0.5, 1, verifying, 1)
+        assert builder.round_policy.needs_drafter(context(), [make_copies([])]) is needs_drafter
 
 
 @pytest.mark.parametrize(
@@ -352,14 +359,14 @@ def test_auto_counts_unread_tokens_and_observed_times(
     """
     builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
     for _ in range(4):
-        builder.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
+        builder.round_policy.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
     prefix = context()
-    builder.costs.time_ratios.copy_rounds[True].extend([ratio] * 8)
-    builder.costs.reading_seconds.value = reading * ROUNDS_PER_READING / prefix.longest
-    builder.last_draft_length = 0
-    builder.depth = 1
-    assert builder.needs_drafter(prefix, [make_copies([])]) is needs_drafter
-    assert bool(builder.num_unread) is needs_drafter
+    builder.round_policy.costs.time_ratios.copy_rounds[True].extend([ratio] * 8)
+    builder.round_policy.costs.reading_seconds.value = reading * ROUNDS_PER_READING / prefix.longest
+    builder.round_policy.last_draft_length = 0
+    builder.round_policy.depth = 1
+    assert builder.round_policy.needs_drafter(prefix, [make_copies([])]) is needs_drafter
+    assert bool(builder.round_policy.num_unread) is needs_drafter
 
 
 def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +379,8 @@ def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     for number, rows in ((2, [0]), (1, [0]), (1, [0, 1, 2])):
         threads[0] = number
-        builder.should_draft(context(rows))
-        choices.append(builder.costs)
+        builder.round_policy._should_draft(context(rows))
+        choices.append(builder.round_policy.costs)
     first, second, third = choices
     assert first is not second and first.choice is second.choice and first.copies is second.copies
     assert first.time_ratios is not second.time_ratios
@@ -388,7 +395,7 @@ def test_timing_waits_until_rounds_took_a_hundred_times_as_long(is_timed: bool) 
     latency = Latency({0: {1: 1.0, 2: 1.0, 4: 1.0, 8: 2.5, 16: 5.0, 32: 10.0}}, {0: {1: 0.1}}, 0.1)
     builder = Auto(budget=32)
     builder.prepare(Calibration(latency=latency))
-    costs = builder.costs
+    costs = builder.round_policy.costs
     assert costs.timing_seconds == 3 * (1.0 + 1.0 + 1.0 + 2.5 + 5.0)
     costs.is_timed = is_timed
     costs.choice.comparisons.extend([1.5] * 9)
@@ -410,10 +417,12 @@ def test_slow_rounds_do_not_change_auto_trees() -> None:
             tree = builder.expand(context(), Table(random_scores))
             sizes[-1].append(tree.tokens.shape[1])
             factor = slow if 20 <= turn < 40 else 1.0
-            draft = 0.1 + (builder.num_levels - 1) * 0.05
+            draft = 0.1 + (builder.round_policy.num_levels - 1) * 0.05
             verify = 1 + 0.03 * tree.tokens.shape[1]
             seconds = {"draft": factor * draft, "verify": factor * verify, "accept": 0.0}
-            builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), seconds))
+            builder.round_policy.record(
+                RoundPlan(), RoundResult(tree, torch.zeros(0), torch.tensor([2, 1]), seconds)
+            )
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 1
 
 
@@ -439,8 +448,8 @@ def test_fitted_times_are_weighted_least_squares(slope: float, fitted: float) ->
         prepare_builder(Auto(4, 40, 4, refit=True), 0.05, 1, 0.03),
         prepare_builder(Auto(4, 40, 4), 0.05, *fitted_line(fit)),
     ):
-        if builder.costs.fit is not None:
-            builder.costs.fit = fit
+        if builder.round_policy.costs.fit is not None:
+            builder.round_policy.costs.fit = fit
         sizes.append(builder.expand(context(), Table(random_scores)).tokens.shape)
     # With a base below 0, no size takes less than half of its calibrated time.
     assert sizes[0] == sizes[1] or fit.coefficients()[0] < 0

@@ -95,7 +95,7 @@ class ForestBuilder(TreeBuilder):
         answers = [[beam] for beam in self.beams]  # by row and frontier node
         log_q = rollout.start()
         frontier = torch.zeros_like(root)
-        for level in range(self.max_depth(rollout)):
+        for level in range(rollout.limit_depth(self.depth)):
             log_q = (log_q.float() / self.temperature).log_softmax(-1)
             if self.constraint is not None and rollout.draft_ids is None:
                 flat = [answer for row in answers for answer in row]
@@ -109,7 +109,7 @@ class ForestBuilder(TreeBuilder):
             if not nodes:
                 break
             frontier, answers = self._append_level(forest, frontier, nodes, rollout, answers)
-            if level + 1 < self.max_depth(rollout):
+            if level + 1 < rollout.limit_depth(self.depth):
                 log_q = rollout.extend(
                     forest.tokens.gather(1, frontier), forest.parents.gather(1, frontier)
                 )

@@ -77,7 +77,7 @@ class Blockwise(NestedDrafter):
                 "drafter.inner: its drafts depend on each other already; use a drafter that "
                 "drafts all depths in one pass, such as medusa, cerberus or dflash"
             )
-        depth = context.builder.max_depth(rollout)
+        depth = rollout.limit_depth(context.builder.depth)
         top = collect_marginals(rollout, depth).topk(self.width, dim=-1)
         ids = rollout.to_target_ids(top.indices).tolist()
         lattices = [

@@ -71,7 +71,7 @@ class Cast(LatencyAwareBuilder):
         length = prefix.longest
         step = latency.estimate_verify(1, length)
         tree = GrowingTree(self, prefix, rollout)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         last_gain = None
         for level in range(depth):
             scores = tree.add_children(self.top_k)

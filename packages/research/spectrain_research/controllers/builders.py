@@ -21,15 +21,15 @@ from spectrain.trees.chain import Chain
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.token_tree import Children
+from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 
-class AdaptiveChain(LatencyAwareBuilder, Chain):
+class AdaptiveChain(LearnsFromTrees, LatencyAwareBuilder, Chain):
     """A chain of up to `depth` tokens whose length follows measured costs. It rehearses on
     prompts that are not scored.
     """
 
     requirements = ("latency", "rehearsal")
-    learns_from_trees = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
+from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 from .builders import Episode, ridge_regression
 
@@ -27,7 +28,7 @@ from .builders import Episode, ridge_regression
 MIN_SCORE = -20.0
 
 
-class TreePolicy(LatencyAwareBuilder):
+class TreePolicy(LearnsFromTrees, LatencyAwareBuilder):
     """EAGLE-2's tree, which ends at the level where another draft call would not pay (RADAR's
     Markov decision process).
 
@@ -42,7 +43,6 @@ class TreePolicy(LatencyAwareBuilder):
 
     name = "radar"
     requirements: tuple[str, ...] = ("latency", "rehearsal")
-    learns_from_trees = True
     min_episodes = 96
 
     def __init__(
@@ -71,7 +71,7 @@ class TreePolicy(LatencyAwareBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tree = GrowingTree(self, prefix, rollout)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         self.states = []
         self.text_length = prefix.longest
         for level in range(depth):

@@ -156,7 +156,7 @@ class _DySpecRow:
             self.values.append(self.values[parent] * float(self.q[parent][choice]))
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
-            if self.depths[node] < self.builder.max_depth(rollout):
+            if self.depths[node] < rollout.limit_depth(self.builder.depth):
                 heapq.heappush(self.open_slots, (value * chance, node))
             rest = residual.clone()
             rest[choice] = 0

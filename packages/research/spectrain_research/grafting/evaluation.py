@@ -14,6 +14,7 @@ from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain_research.shared.early_head import fit_early_heads
+from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 from .grafting import Grafting
 
@@ -31,7 +32,7 @@ class GraftedTrees(EvalExtension):
         Grafting(self.layer, self.count, self.steps).check_settings(
             candidate.rule, candidate.target
         )
-        if candidate.builder.learns_from_trees:
+        if isinstance(candidate.builder, LearnsFromTrees):
             raise UserError(
                 f"tree={candidate.builder.name}: it learns from the trees that are verified, and "
                 "grafted ones mislead it; use tree=eagle2"

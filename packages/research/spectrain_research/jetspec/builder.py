@@ -40,7 +40,9 @@ class OnePassTree(TreeBuilder):
         return {**super().report_settings(), "width": self.width}
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        rows = [_Row(self, token, self.max_depth(rollout)) for token in prefix.root.tolist()]
+        rows = [
+            _Row(self, token, rollout.limit_depth(self.depth)) for token in prefix.root.tolist()
+        ]
         log_q = rollout.start()
         device = prefix.root.device
         for number in itertools.count(1):

@@ -41,7 +41,7 @@ class OptTree(TreeBuilder):
         tree = GrowingTree(self, prefix, rollout)
         expected = torch.ones(len(prefix.root), device=prefix.root.device)
         is_open = torch.ones_like(expected, dtype=torch.bool)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         for level in range(depth):
             tree.add_children(self.budget - 1, is_open[:, None, None] if level else None)
             best = tree.scores.topk(min(self.budget, tree.scores.shape[1]), dim=1)

@@ -16,6 +16,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees.base import TreeBuilder
 from spectrain_research.shared.early_head import fit_early_heads
 from spectrain_research.shared.grid import Grid, GridSweep, exits_of
+from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 from .pruning import Pruning
 
@@ -96,7 +97,7 @@ class PrunedTrees(PruningExtension):
 
 def check_pruned_tree(builder: TreeBuilder) -> None:
     """Refuse a builder that learns from verified trees, which pruning would mislead."""
-    if builder.learns_from_trees:
+    if isinstance(builder, LearnsFromTrees):
         raise UserError(
             f"tree={builder.name}: it learns from the trees that are verified, and pruned ones "
             "mislead it; use tree=auto"

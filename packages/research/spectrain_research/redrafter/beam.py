@@ -42,7 +42,7 @@ class Beam(Eagle2):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tree = GrowingTree(self, prefix, rollout)
-        depth = self.max_depth(rollout)
+        depth = rollout.limit_depth(self.depth)
         beams = best_of_level(self._add_level(tree), self.top_k)
         for _ in range(depth - 1):
             tree.extend_frontier(beams)

@@ -9,16 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-from spectrain.decoding.loop import EagerRunner
-from spectrain.drafters.base import Drafts
-from spectrain.drafters.context import Context
-from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
 from spectrain.runs.candidate import Candidate
-from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
-from spectrain.trees.rollout import Draft
+from spectrain.trees.base import PlanOptions, Prefix, RoundPlan, RoundPolicy, RoundResult
 
 INITIAL_STEPS = 2  # rounds without a draft before the first draft
 # Drafted rounds between two rounds without a draft, which time a step again; a drafter that pays
@@ -59,14 +54,11 @@ class Guard:
         # Tokens and cost of a round whose drafter ran and proposed nothing yet.
         self.deferred_round: tuple[float, float] | None = None
 
-    def wrap_runner(self, runner: EagerRunner, max_new_tokens: int) -> None:
-        """Let the runner draft only while this guard allows it, and report its rounds to the
-        guard.
+    def make_policy(self, policy: RoundPolicy) -> RoundPolicy:
+        """Return a policy that drafts only while this guard allows it; `policy` learns from drafted
+        rounds.
         """
-        drafter = GuardedDrafter(runner.round_drafter, self)
-        runner.round_drafter, runner.builder = drafter, GuardedBuilder(runner.builder, drafter)
-        # A drafter that catches up writes as many slots as the text furthest behind.
-        runner.extra_slots = max_new_tokens
+        return GuardPolicy(self, policy)
 
     def should_draft(self) -> bool:
         """Tell whether the next round drafts. The first two do not, nor does one after 32 that
@@ -132,39 +124,32 @@ class Guard:
         }
 
 
-class GuardedDrafter(SkippableDrafter):
-    """Drafts only while its guard allows it."""
+class GuardPolicy(RoundPolicy):
+    """Plans drafts while a guard allows them, and reports the cost and the tokens of every round to
+    it. `inner` learns from drafted rounds.
+    """
 
-    def __init__(self, drafter: Drafts, guard: Guard) -> None:
-        super().__init__(drafter)
+    decides_to_draft = True
+    skips_any_drafter = True
+
+    def __init__(self, guard: Guard, inner: RoundPolicy) -> None:
         self.guard = guard
+        self.inner = inner
 
-    def draft(self, context: Context) -> Draft:
-        if self.guard.should_draft():
-            return super().draft(context)
-        self.skip(context)
-        return Draft()
+    def plan(self, prefix: Prefix, options: PlanOptions) -> RoundPlan:
+        runs_drafter = self.guard.should_draft()
+        return RoundPlan(runs_drafter, is_observed=runs_drafter)
 
-
-class GuardedBuilder(WrappedBuilder):
-    """Reports the cost and the tokens of every round to a guard."""
-
-    def __init__(self, builder: TreeBuilder, drafter: GuardedDrafter) -> None:
-        super().__init__(builder)
-        self.drafter = drafter
-
-    def observe(self, round: RoundResult) -> None:
-        guard = self.drafter.guard
-        was_drafted = self.drafter.is_active
-        if was_drafted:
-            self.builder.observe(round)
+    def record(self, plan: RoundPlan, round: RoundResult) -> None:
+        if plan.runs_drafter:
+            self.inner.record(plan, round)
         depth, nodes = round.tree.size_stats[:, :2].unbind(1)
         active = round.counts > 0
-        cost = sum(round.seconds.values()) if guard.cost is None else guard.cost(int(nodes.max()))
-        guard.record_round(
-            was_drafted,
+        cost = self.guard.cost
+        self.guard.record_round(
+            plan.runs_drafter,
             float(round.counts.sum() / active.sum()),
-            cost,
+            sum(round.seconds.values()) if cost is None else cost(int(nodes.max())),
             bool((depth * active).any()),
         )
 
@@ -175,4 +160,6 @@ class GuardedSystem(EvalExtension):
     """
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return first if first.builder.decides_to_draft else replace(first, guard=Guard())
+        return (
+            first if first.builder.round_policy.decides_to_draft else replace(first, guard=Guard())
+        )

@@ -21,7 +21,7 @@ from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.continuous import ContinuousBatch, RunningText
 from spectrain.decoding.generation import no_callback, run_to_end
 from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_request
-from spectrain.decoding.selective import draft_selectively
+from spectrain.decoding.selective import plan_rounds
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
@@ -32,7 +32,8 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees import Auto, Eagle2, TreeBuilder
-from spectrain.trees.base import RoundResult
+from spectrain.trees.base import RoundPlan, RoundResult
+from spectrain.trees.measured_policy import MeasuredPolicy
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -140,7 +141,7 @@ def decode_selectively(batch: Batch) -> Outputs:
     assert batch.drafter is not None and batch.builder is not None
     request = make_request(batch.target, batch.prompts, batch.length, batch.keys, ignore_eos=True)
     runner = EagerRunner(batch.target, batch.rule, batch.drafter, batch.builder)
-    draft_selectively(runner, request)
+    plan_rounds(runner, request)
     return outputs_of(run_to_end(decode_steps(runner, request), no_callback), batch.length)
 
 
@@ -162,10 +163,10 @@ def decode_continuously(batch: Batch) -> Outputs:
     return outputs_of([text.generation for text in texts], batch.length)
 
 
-class TimedAuto(Auto):
+class TimedPolicy(MeasuredPolicy):
     """Takes the seconds of a round from a table, so that some rounds draft and others do not."""
 
-    def observe(self, round: RoundResult) -> None:
+    def record(self, plan: RoundPlan, round: RoundResult) -> None:
         size = int(round.tree.num_drafted.max())
         seconds = {
             "draft": 0.1 * (size > 1),
@@ -173,17 +174,18 @@ class TimedAuto(Auto):
             "accept": 0.0,
             "other": 0.0,
         }
-        super().observe(replace(round, seconds=seconds))
+        super().record(plan, replace(round, seconds=seconds))
 
 
 def timed_auto(seed: int) -> TreeBuilder:
     """Make an automatic builder with known costs."""
     times = {size: 1 + 0.2 * (size - 1) for size in SIZES}
-    builder = TimedAuto(depth=3, budget=8, top_k=2)
+    builder = Auto(depth=3, budget=8, top_k=2)
+    builder.round_policy = TimedPolicy(3, 8, 2, memory=64, refit=False)
     builder.prepare(
         Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=100))
     )
-    builder.costs.timing_seconds = 1e9  # nothing is timed anew
+    builder.round_policy.costs.timing_seconds = 1e9  # nothing is timed anew
     return builder
 
 

@@ -289,8 +289,10 @@ def test_both_halves_of_propd_run_together(
     builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
     # The times above are not this machine's: the choice of plain steps would be one by chance, and
     # so would new timing.
-    builder.untimed_sizes = lambda *_: []  # type: ignore[method-assign]
-    builder.costs.choice.should_draft = lambda *_: builder.num_rounds % 4 > 0  # type: ignore[method-assign]
+    builder.round_policy._untimed_sizes = lambda *_: []  # type: ignore[method-assign]
+    builder.round_policy.costs.choice.should_draft = lambda *_: (
+        builder.round_policy.num_rounds % 4 > 0
+    )  # type: ignore[method-assign]
     session = Session(tiny, Greedy(), drafters["early_exit"], builder, pruning=Pruning(6, 1))
     generations = session.decode(prompts[:1], 24)
     assert [generation.output for generation in generations] == [
@@ -300,10 +302,12 @@ def test_both_halves_of_propd_run_together(
         nodes + dropped
         for nodes, dropped in zip(generations[0].node_counts, generations[0].pruned_counts)
     ]
-    assert sum(generations[0].pruned_counts) > 0 and builder.tree_sizes == [
+    assert sum(generations[0].pruned_counts) > 0 and builder.round_policy.tree_sizes == [
         size for size in drafted if size > 1
     ]
-    assert builder.costs.fit is not None and builder.costs.fit.num_rounds > 0
+    assert (
+        builder.round_policy.costs.fit is not None and builder.round_policy.costs.fit.num_rounds > 0
+    )
 
 
 def test_pruning_refuses_mask_nodes(tiny: Target, prompts: list[list[int]]) -> None:

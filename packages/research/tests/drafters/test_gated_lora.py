@@ -1237,7 +1237,7 @@ def test_auto_learns_from_rounds_that_drafted(
     for depth, length in zip(generation.depths, generation.round_lengths):
         if depth:
             expected_rate += ((length > 1) - expected_rate) / 8
-    assert builder.acceptance.observed[0] == pytest.approx(expected_rate)
+    assert builder.round_policy.acceptance.observed[0] == pytest.approx(expected_rate)
 
 
 # Saved

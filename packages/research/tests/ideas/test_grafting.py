@@ -140,8 +140,10 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
     builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
     # The times above are not this machine's: the choice of plain steps would be one by chance, and
     # so would new timing.
-    builder.untimed_sizes = lambda *_: []  # type: ignore[method-assign]
-    builder.costs.choice.should_draft = lambda *_: builder.num_rounds % 4 > 0  # type: ignore[method-assign]
+    builder.round_policy._untimed_sizes = lambda *_: []  # type: ignore[method-assign]
+    builder.round_policy.costs.choice.should_draft = lambda *_: (
+        builder.round_policy.num_rounds % 4 > 0
+    )  # type: ignore[method-assign]
     grafting = Recorded(LAYER, COUNT, 1)
     grafting.rounds = []
     generations = Session(
@@ -150,7 +152,7 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(target, PROMPTS[:1], Greedy(), LIMIT)
     ]
-    assert grafting.num_grafted > 0 and builder.num_plain > 0
+    assert grafting.num_grafted > 0 and builder.round_policy.num_plain > 0
 
 
 @torch.no_grad()
