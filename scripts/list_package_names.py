@@ -51,7 +51,7 @@ def list_settings(package: str) -> dict[str, list[str]]:
         row
         for layouts in load_entry_points("export")
         for row in layouts.rows
-        if row.class_path.startswith(module)
+        if row.path.startswith(module)
     ]
     formats = {name for row in rows for name in row.formats.split()}
     formats -= {name for row in CORE_LAYOUTS for name in row.formats.split()}

@@ -1,3 +1,3 @@
-"""Drafters in other projects' layouts: one file per layout, the converter, the linter, the model
-card, the upload.
+"""Drafters in other projects' layouts: a table of them (layouts.py), families and containers, the
+converter, the linter, the model card, the upload.
 """

@@ -11,7 +11,8 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.models.model_sizes import is_number
 
-from .layout import DrafterFiles, Finding
+from .container import Finding
+from .drafter_files import DrafterFiles
 
 PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM", None), "bias": ("none",),

@@ -19,7 +19,7 @@ from spectrain.servers.row_times import advise_target
 
 from .layout import DrafterCheckpoint, Layout
 from .table import list_packages
-from .targets import LOADERS, TargetFiles
+from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
 
 FAMILY_TITLES = {
@@ -380,7 +380,7 @@ def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -
     if engine.target_format is not None and target.reference.endswith(f".{engine.target_format}"):
         launch = replace(launch, target=target.reference)
     elif engine.target_format is not None:
-        is_shipped = target.reference in LOADERS
+        is_shipped = target.reference in BUNDLED_TARGETS
         choice = target.reference if is_shipped else f"hf target.model={shlex.quote(launch.target)}"
         folder = f"target-{engine.target_format}"
         export.append(
@@ -397,7 +397,7 @@ def serve_section(
     target_path = engine_target(drafter, layout, target, drafter_path)
     launches = make_launches(drafter, layout, target, drafter_path)
     commands = layout.python_snippets(drafter, target_path, drafter_path)
-    is_shipped = target.reference in LOADERS
+    is_shipped = target.reference in BUNDLED_TARGETS
     commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
         f"target={target.reference}" if is_shipped else f"target=hf target.model={target_path}"
     )

@@ -12,7 +12,7 @@ from spectrain.config.command_only import find_command_only
 from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.errors import UserError
 
-from .layout import Finding
+from .container import Finding
 
 
 def check_command_only(directory: Path) -> Iterator[Finding]:

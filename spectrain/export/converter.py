@@ -12,13 +12,12 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
 
+from .drafter_files import METADATA_FILE, write_json
 from .layout import (
     DESCRIPTION_KEYS,
     MALFORMED_ERRORS,
-    METADATA_FILE,
     DrafterCheckpoint,
     Layout,
-    write_json,
 )
 from .layouts import detect_layout, read_files, select_layout
 from .linter import NOT_DATA, check_files
@@ -26,7 +25,6 @@ from .loading_check import check_settings
 from .targets import TargetFiles
 
 LAYOUT_SETTINGS = (
-    "_target_",
     "architecture",
     "layers",
     "vocab_size",

@@ -1,5 +1,5 @@
-"""The base of the layouts of DFlash and its relatives. Spectrain's `blocks.N.` are `layers.N.`,
-`markov.` is `markov_head.`.
+"""The family of DFlash and its relatives as files hold them. Spectrain's `blocks.N.` are
+`layers.N.`, `markov.` is `markov_head.`.
 
 Embedding and output layer are the target's. Two numberings of the fused layers exist:
 `target_layer_ids` names a layer by its output, one less than the stream entering the next layer,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -18,50 +18,80 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.errors import UserError
 
+from .container import Finding
+from .drafter_files import DrafterFiles
 from .eagle3 import drafter_layer_config
-from .fused import (
+from .fused import FOREIGN_PARTS, Export, FusedFamily, FusedLayout
+from .fused_config import (
     HEAD,
     SIZE_KEYS,
     FusedConfig,
-    FusedLayout,
     equal_when_rounded,
     flatten_config,
     require_keys,
 )
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, MissingTarget
+from .fused_findings import common_findings, common_target_findings, find_common_obstacle
+from .layout import DrafterCheckpoint, ExpectedTensors, MissingTarget
 from .table import list_packages
 from .targets import TargetFiles
 
+BLOCK_FOREIGN_PARTS = {
+    "candidate_selector": "a selector of candidates, which DFlash2 has",
+    "attention_conv": "a convolution over the block, which DFlash2 has",
+    "mlp_conv": "a convolution over the block, which DFlash2 has",
+    "markov_head": "a Markov head, which DSpark has",
+    "confidence_head": "a confidence head, which DSpark has",
+    "lilicorr.": "a correction by a lattice of candidates, which LiLiCorr has",
+    "mask_hidden": "a hidden state for masks, which P-EAGLE has",
+    "attention_sink": "an attention sink, which our layers lack",
+    **{
+        part: meaning
+        for package in list_packages()
+        for part, meaning in package.foreign_parts.items()
+    },
+    **FOREIGN_PARTS,
+}
+BLOCK_FIXED_VALUES = {
+    "attention_bias": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "hidden_act": "silu",
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "attention_value_scale": 1.0,
+    "logit_scale": 1.0,
+}
+NAME_PREFIXES = {"blocks.": "layers.", "markov.": "markov_head."}
+"""Prefix of a tensor's name in spectrain -> in most layouts."""
+
 
 @dataclass(frozen=True)
-class BlockFamily:
+class BlockFamily(FusedFamily):
     """A family of block drafters, as its files differ from DFlash's."""
 
-    title: str  # also the name of its class
+    title: str  # also the name of its class; in small letters, that of its choice
     config_keys: dict[str, str]  # setting of the family -> key of config.json
     own_parts: tuple[str, ...]  # parts of the names of its own tensors
     fixed_entries: dict[str, Any] = field(default_factory=dict)  # further entries of config.json
     is_shifted: bool = False  # its authors train with sample_from_anchor
     allows_draft_vocabulary: bool = True  # its readers accept a draft vocabulary
-    module: str = ""  # of its class, if it is not in `spectrain.drafters`
+    foreign_parts = BLOCK_FOREIGN_PARTS
+    fixed_values = BLOCK_FIXED_VALUES
 
     @property
-    def name(self) -> str:
+    def choice(self) -> str:  # type: ignore[override]
         """The value of `drafter` and of `speculators_model_type`."""
         return self.title.lower()
 
     @property
-    def constructor(self) -> str:
-        """The path of its class."""
-        return f"{self.module or f'spectrain.drafters.{self.name}'}.{self.title}"
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self.config_keys)
 
-    def read_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+    def read_keys(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the family's own settings from config.json; raise KeyError naming the keys that
         are missing.
         """
-        missing = [key for key in self.config_keys.values() if config.get(key) is None]
-        if missing:
-            raise KeyError(", ".join(missing))
+        require_keys(config, tuple(self.config_keys.values()))
         return {setting: config[key] for setting, key in self.config_keys.items()}
 
     def config_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
@@ -70,6 +100,47 @@ class BlockFamily:
             **{key: drafter.drafter[setting] for setting, key in self.config_keys.items()},
             **self.fixed_entries,
         }
+
+    def read_settings(
+        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
+        values = {
+            **config.settings,
+            "num_layers": config.num_layers,
+            "layers": config.layers,
+            "vocab_size": config.draft_rows,
+            "own_embedding": own_embedding,
+            "architecture": config.architecture,
+        }
+        return {key: values[key] for key in (*BLOCK_SETTINGS, *self.config_keys)}
+
+    def adjust_expected(
+        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
+    ) -> ExpectedTensors:
+        if CONFIDENCE_WEIGHT in expected.required:
+            # Some confidence heads do not read the preceding token; `find_block_obstacle` names
+            # them.
+            expected.required[CONFIDENCE_WEIGHT] = (1, None)
+        return expected
+
+    def read_head(
+        self,
+        files: DrafterFiles,
+        config: FusedConfig,
+        tensors: dict[str, Tensor],
+        target: TargetFiles | None,
+    ) -> None:
+        if HEAD not in tensors or config.has_draft_vocabulary:
+            return
+        problem = (
+            f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and "
+            f"drafter={self.choice} then uses the target's"
+        )
+        if target is None:
+            raise MissingTarget(f"{problem}; if they are equal, give --target")
+        if not equal_when_rounded(tensors[HEAD], target.load_head()):
+            raise UserError(f"{problem}; train it with a draft vocabulary")
+        del tensors[HEAD]
 
 
 DFLASH = BlockFamily("DFlash", {}, ())
@@ -80,7 +151,7 @@ DSPARK = BlockFamily(
         "rank": "markov_rank",
         "confidence": "enable_confidence_head",
     },
-    ("markov_head", "confidence_head"),
+    ("markov_head", "confidence_head", "conf_proj"),
     {"confidence_head_with_markov": True},
     is_shifted=True,
 )
@@ -109,7 +180,7 @@ LILICORR = BlockFamily(
     {"lilicorr_enabled": True},
     allows_draft_vocabulary=False,
 )
-FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, LILICORR)}
+FAMILIES = {family.choice: family for family in (DFLASH, DSPARK, DFLASH2, LILICORR)}
 
 BLOCK_SETTINGS = (
     "block_size",
@@ -135,232 +206,133 @@ SHIFTED_BLOCK_REASON = "every engine would serve it as a DFlash block, one token
 CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 
 
-class DFlashLayout(FusedLayout):
-    """The base of a block drafter's layouts: `parse_config` translates config.json, all else is
-    shared.
-    """
+def block_family(layout: FusedLayout) -> BlockFamily:
+    """Return the family of a layout of block drafters."""
+    assert isinstance(layout.family, BlockFamily)
+    return layout.family
 
-    family: ClassVar[BlockFamily] = DFLASH
-    layer_id_offset: ClassVar[int]  # spectrain's layer ids minus the layout's
-    # Prefix of a tensor's name in spectrain -> in the layout.
-    name_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers.", "markov.": "markov_head."}
-    foreign_parts: ClassVar[dict[str, str]] = {
-        "candidate_selector": "a selector of candidates, which DFlash2 has",
-        "attention_conv": "a convolution over the block, which DFlash2 has",
-        "mlp_conv": "a convolution over the block, which DFlash2 has",
-        "markov_head": "a Markov head, which DSpark has",
-        "confidence_head": "a confidence head, which DSpark has",
-        "lilicorr.": "a correction by a lattice of candidates, which LiLiCorr has",
-        "mask_hidden": "a hidden state for masks, which P-EAGLE has",
-        "attention_sink": "an attention sink, which our layers lack",
-        **{
-            part: meaning
-            for package in list_packages()
-            for part, meaning in package.foreign_parts.items()
-        },
-        **FusedLayout.foreign_parts,
+
+def find_block_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
+    """Describe what no block drafter or not this one can represent."""
+    config = flatten_config(files.config)
+    conflict = find_cell_conflict(layout.parse_config(files).settings)
+    if conflict is not None:
+        return conflict
+    if config.get("enable_confidence_head") and config.get("confidence_head_with_markov") is False:
+        return (
+            f"confidence_head_with_markov=False: the confidence head of {layout.choice} "
+            "reads the preceding token, too"
+        )
+    if (files.directory / "mask_embedding.pt").exists():
+        return f"mask_embedding.pt is a separate embedding of the mask, which {layout.choice} lacks"
+    return None
+
+
+OBSTACLES = (find_common_obstacle, find_block_obstacle)
+
+
+def block_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield the faults of every layout of block drafters."""
+    yield from common_findings(layout, files)
+    if layout.find_unsupported(files) is not None:
+        return
+    family = block_family(layout)
+    config = layout.parse_config(files)
+    mask_token = config.settings["mask_token_id"]
+    if config.settings["sample_from_anchor"] and not family.is_shifted:
+        yield Finding(
+            "shifted-block",
+            "error",
+            "slot 0 of its blocks drafts too (sample_from_anchor, as DeepSpec trains)",
+            SHIFTED_BLOCK_REASON,
+            "train with drafter.sample_from_anchor=false, or serve it as DSpark without a "
+            "Markov head",
+        )
+    if config.has_draft_vocabulary and not family.allows_draft_vocabulary:
+        yield Finding(
+            "cut-vocabulary",
+            "error",
+            f"draft_vocab_size={config.draft_rows} of {config.vocab_size} tokens",
+            f"every reader of {family.title} needs the full vocabulary",
+            "train with drafter.vocab_size=null",
+        )
+    if not 0 <= mask_token < config.vocab_size:
+        yield Finding(
+            "mask-token-range",
+            "error",
+            f"mask_token_id={mask_token}: the embedding has {config.vocab_size} rows",
+            "engines put that token into every slot to draft",
+            "write the id that it was trained with",
+        )
+    values = flatten_config(files.config)
+    ids = {key: values[key] for key in LAYER_ID_OFFSETS if values.get(key)}
+    streams = {
+        tuple(id + LAYER_ID_OFFSETS[key] for id in layer_ids) for key, layer_ids in ids.items()
     }
-    fixed_values: ClassVar[dict[str, Any]] = {
-        "attention_bias": False,
-        "attention_sink_bias": False,
-        "add_swa_attention_sink_bias": False,
-        "hidden_act": "silu",
-        "is_neox_style": True,
-        "rope_is_neox_style": True,
-        "attention_value_scale": 1.0,
-        "logit_scale": 1.0,
-    }
+    if len(streams) > 1:
+        yield Finding(
+            "layer-ids-numbering",
+            "error",
+            f"{' and '.join(f'{key}={layer_ids}' for key, layer_ids in ids.items())} are not "
+            "the same layers",
+            "target_layer_ids numbers a layer's output, one less than the stream that the "
+            "others number; engines differ in which they read",
+            "keep the key that it was trained with",
+        )
+    yield from markov_findings(files)
 
-    def __init__(self) -> None:
-        self.constructor = self.family.constructor
-        self.own_parts = self.family.own_parts
 
-    @property
-    def choice(self) -> str:
-        return f"drafter={self.family.name}"
-
-    @property
-    def covers(self) -> tuple[str, ...]:
-        return tuple(self.family.config_keys)
-
-    def native_name(self, name: str) -> str:
-        name = name.removeprefix("model.")
-        prefixes = self.name_prefixes.items()
-        return next(
-            (ours + name.removeprefix(other) for ours, other in prefixes if name.startswith(other)),
-            name,
+def block_target_findings(
+    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
+) -> Iterator[Finding]:
+    """Yield what contradicts the target: settings, the numbering of layers and the mask token."""
+    yield from common_target_findings(layout, files, target)
+    config = layout.parse_config(files)
+    assert config.layers is not None
+    default = default_layers(target.num_layers, len(config.layers))
+    mask_token = config.settings["mask_token_id"]
+    offset = layout.layer_id_offset
+    if config.layers == [layer + (1 if offset else -1) for layer in default]:
+        yield Finding(
+            "layer-ids-numbering",
+            "warning",
+            f"layer ids {[layer - offset for layer in config.layers]} look like "
+            "the other layout's numbers",
+            "target_layer_ids numbers a layer's output, one less than "
+            "aux_hidden_state_layer_ids, the stream entering the next",
+            f"write {[layer - offset for layer in default]}, unless it was trained on these",
+        )
+    if occurs_in_text(target.tokenizer, mask_token):
+        yield Finding(
+            "mask-token-heard",
+            "warning",
+            f"mask_token_id={mask_token} is "
+            f"{target.tokenizer.convert_ids_to_tokens(mask_token)!r}, which occurs in texts",
+            "a drafter that was trained to read it as a mask reads it as text, too",
+            "write the id that it was trained with; train with a token that no text holds",
         )
 
-    def layout_name(self, name: str) -> str:
-        prefixes = self.name_prefixes.items()
-        return next(
-            (other + name.removeprefix(ours) for ours, other in prefixes if name.startswith(ours)),
-            name,
+
+def check_block(export: Export) -> None:
+    """Raise UserError where no layout can hold the drafter."""
+    family = block_family(export.layout)
+    if export.settings["sample_from_anchor"] and not family.is_shifted:
+        raise UserError(
+            "sample_from_anchor: in a shifted block slot 0 drafts too, and "
+            f"{SHIFTED_BLOCK_REASON}; score it with spectrain eval, or train with "
+            "drafter.sample_from_anchor=false"
         )
-
-    def class_settings(
-        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
-        values = {
-            **config.settings,
-            "num_layers": config.num_layers,
-            "layers": config.layers,
-            "vocab_size": config.draft_rows,
-        }
-        values |= {"own_embedding": own_embedding, "architecture": config.architecture}
-        return {key: values[key] for key in (*BLOCK_SETTINGS, *self.family.config_keys)}
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
-        if CONFIDENCE_WEIGHT in expected.required:
-            # Some confidence heads do not read the preceding token; `find_unsupported` names them.
-            expected.required[CONFIDENCE_WEIGHT] = (1, None)
-        return expected
-
-    def find_unsupported(self, files: DrafterFiles) -> str | None:
-        config = flatten_config(files.config)
-        problem = super().find_unsupported(files) or find_cell_conflict(
-            self.parse_config(files).settings
+    if "lm_head.bias" in export.tensors:
+        raise UserError(
+            f"lm_head.bias: output layers of engines' {family.title} have no bias, and "
+            "the target's has one; train with drafter.vocab_size=null"
         )
-        if (
-            problem is None
-            and config.get("enable_confidence_head")
-            and config.get("confidence_head_with_markov") is False
-        ):
-            return (
-                f"confidence_head_with_markov=False: the confidence head of {self.choice} "
-                "reads the preceding token, too"
-            )
-        if problem is None and (files.directory / "mask_embedding.pt").exists():
-            return (
-                f"mask_embedding.pt is a separate embedding of the mask, which {self.choice} lacks"
-            )
-        return problem
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        if self.find_unsupported(files) is not None:
-            return
-        config = self.parse_config(files)
-        mask_token = config.settings["mask_token_id"]
-        is_shifted = config.settings["sample_from_anchor"]
-        if is_shifted and not self.family.is_shifted:
-            yield Finding(
-                "shifted-block",
-                "error",
-                "slot 0 of its blocks drafts too (sample_from_anchor, as DeepSpec trains)",
-                SHIFTED_BLOCK_REASON,
-                "train with drafter.sample_from_anchor=false, or serve it as DSpark without a "
-                "Markov head",
-            )
-        if config.has_draft_vocabulary and not self.family.allows_draft_vocabulary:
-            yield Finding(
-                "cut-vocabulary",
-                "error",
-                f"draft_vocab_size={config.draft_rows} of {config.vocab_size} tokens",
-                f"every reader of {self.family.title} needs the full vocabulary",
-                "train with drafter.vocab_size=null",
-            )
-        if not 0 <= mask_token < config.vocab_size:
-            yield Finding(
-                "mask-token-range",
-                "error",
-                f"mask_token_id={mask_token}: the embedding has {config.vocab_size} rows",
-                "engines put that token into every slot to draft",
-                "write the id that it was trained with",
-            )
-        values = flatten_config(files.config)
-        ids = {key: values[key] for key in LAYER_ID_OFFSETS if values.get(key)}
-        if (
-            len(
-                {
-                    tuple(id + LAYER_ID_OFFSETS[key] for id in layer_ids)
-                    for key, layer_ids in ids.items()
-                }
-            )
-            > 1
-        ):
-            yield Finding(
-                "layer-ids-numbering",
-                "error",
-                f"{' and '.join(f'{key}={layer_ids}' for key, layer_ids in ids.items())} are not "
-                "the same layers",
-                "target_layer_ids numbers a layer's output, one less than the stream that the "
-                "others number; engines differ in which they read",
-                "keep the key that it was trained with",
-            )
-
-        yield from markov_findings(files)
-
-    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
-        yield from super().findings_with_target(files, target)
-        config = self.parse_config(files)
-        assert config.layers is not None
-        default = default_layers(target.num_layers, len(config.layers))
-        mask_token = config.settings["mask_token_id"]
-        if config.layers == [layer + (1 if self.layer_id_offset else -1) for layer in default]:
-            yield Finding(
-                "layer-ids-numbering",
-                "warning",
-                f"layer ids {[layer - self.layer_id_offset for layer in config.layers]} look like "
-                "the other layout's numbers",
-                "target_layer_ids numbers a layer's output, one less than "
-                "aux_hidden_state_layer_ids, the stream entering the next",
-                (
-                    f"write {[layer - self.layer_id_offset for layer in default]}, unless it "
-                    "was trained on these"
-                ),
-            )
-        if occurs_in_text(target.tokenizer, mask_token):
-            yield Finding(
-                "mask-token-heard",
-                "warning",
-                f"mask_token_id={mask_token} is "
-                f"{target.tokenizer.convert_ids_to_tokens(mask_token)!r}, which occurs in texts",
-                "a drafter that was trained to read it as a mask reads it as text, too",
-                "write the id that it was trained with; train with a token that no text holds",
-            )
-
-    def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
-    ) -> None:
-        if HEAD not in tensors or config.has_draft_vocabulary:
-            return
-        problem = (
-            f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and {self.choice} "
-            "then uses the target's"
+    if conflict := find_cell_conflict(export.settings):
+        raise UserError(f"{conflict}; train with drafter.markov_head=gated")
+    if not family.allows_draft_vocabulary:
+        refuse_draft_vocabulary(
+            export.drafter, f"every reader of {family.title} needs the full vocabulary; train"
         )
-        if target is None:
-            raise MissingTarget(f"{problem}; if they are equal, give --target")
-        if not equal_when_rounded(tensors[HEAD], target.load_head()):
-            raise UserError(f"{problem}; train it with a draft vocabulary")
-        del tensors[HEAD]
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Raise UserError where no layout can hold the drafter, or this one has no key for a
-        setting.
-        """
-        if drafter.drafter["sample_from_anchor"] and not self.family.is_shifted:
-            raise UserError(
-                "sample_from_anchor: in a shifted block slot 0 drafts too, and "
-                f"{SHIFTED_BLOCK_REASON}; score it with spectrain eval, or train with "
-                "drafter.sample_from_anchor=false"
-            )
-        if "lm_head.bias" in drafter.tensors:
-            raise UserError(
-                f"lm_head.bias: output layers of engines' {self.family.title} have no bias, and "
-                "the target's has one; train with drafter.vocab_size=null"
-            )
-        if conflict := find_cell_conflict(drafter.drafter):
-            raise UserError(f"{conflict}; train with drafter.markov_head=gated")
-        if not self.family.allows_draft_vocabulary:
-            refuse_draft_vocabulary(
-                drafter, f"every reader of {self.family.title} needs the full vocabulary; train"
-            )
 
 
 def require_block_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:

@@ -7,321 +7,323 @@ Layer ids number a layer's output, one less than the stream entering the next la
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
+from .container import Finding
 from .dflash import (
+    DFLASH,
     DFLASH2,
     DSPARK,
     LILICORR,
-    DFlashLayout,
+    NAME_PREFIXES,
+    OBSTACLES,
+    block_family,
+    block_findings,
+    block_target_findings,
+    check_block,
     qwen3_layer,
     refuse_draft_vocabulary,
     require_block_keys,
 )
-from .fused import EMBEDDING, HEAD, FusedConfig, equal_when_rounded, flat_rope, flatten_config
-from .huggingface import generate_snippet
-from .layout import (
-    DrafterCheckpoint,
-    DrafterFiles,
-    Finding,
-    require_target,
-    write_json,
-    write_tensors,
+from .drafter_files import DrafterFiles
+from .fused import Export, FusedLayout, launch_with, no_launches, rename_prefixes
+from .fused_config import (
+    EMBEDDING,
+    HEAD,
+    FusedConfig,
+    flat_rope,
+    flatten_config,
 )
+from .fused_findings import architecture_findings
+from .huggingface import generate_snippet
+from .layout import DrafterCheckpoint, require_target
 from .targets import TargetFiles
 
 CAUSAL_KEYS = ("causal", "causal_head")
 """Keys that say that a block attends causally: the one that vLLM reads, and JetSpec's own."""
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # DeepSpec's DFlash has it, too, with markov_rank 0
+TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 
 
-class FlatDFlash(DFlashLayout):
-    """The flat layout of DFlash: `dflash_config` in a flat Qwen3 configuration.
-
-    Full-attention layers attend to the block in both directions, sliding ones causally.
-    """
-
-    title = "DFlash, flat layout"
-    engine: ClassVar[str] = "SGLang"  # that refusals name
-    layer_id_offset = 1
-    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel", DEEPSPEC_ARCHITECTURE)
-
-    def matches_files(self, files: DrafterFiles) -> bool:
-        is_block = self.has_architecture(files) or "dflash_config" in files.config
-        return is_block and "speculators_model_type" not in files.config
-
-    def has_architecture(self, files: DrafterFiles) -> bool:
-        has_prefix = any(
-            name.startswith("DFlash") for name in files.config.get("architectures") or []
-        )
-        return has_prefix or super().has_architecture(files)
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        config = flatten_config(files.config)
-        require_block_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
-        slides = "sliding_attention" in (config.get("layer_types") or [])
-        window = None
-        if slides or config.get("use_swa"):
-            window = config.get("swa_window_size") or config["sliding_window"]
-        flags = [config.get(key) for key in ("is_causal", *CAUSAL_KEYS)]
-        causal = next(value for value in (*flags, slides) if value is not None)
-        shifted = config.get(
-            "sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or [])
-        )
-        settings = {
-            "block_size": config["block_size"],
-            "mask_token_id": config["mask_token_id"],
-            "sample_from_anchor": bool(shifted),
-            "causal": bool(causal),
-            "window": window,
-            **self.family.read_settings(config),
-        }
-        layers = [layer + self.layer_id_offset for layer in config["target_layer_ids"]]
-        return FusedConfig(config, layers, {}, config.get("draft_vocab_size"), settings)
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        yield from self.architecture_findings(files)
-        ignored = [name for name in (HEAD, EMBEDDING) if name in self.native_tensors(files)]
-        if ignored and DEEPSPEC_ARCHITECTURE not in (files.config.get("architectures") or []):
-            yield Finding(
-                "ignored-head",
-                "error",
-                f"the files hold {' and '.join(ignored)}",
-                "SGLang silently uses the target's instead; only vLLM reads them",
-                "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
-                is_repairable=True,
-            )
-
-    def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
-    ) -> None:
-        self.check_writable(drafter, target)
-        write_json(directory / "config.json", self.make_config(drafter, target))
-        own = {
-            name: tensor
-            for name, tensor in drafter.tensors.items()
-            if name not in ("d2t", "t2d", EMBEDDING)
-        }
-        tensors = self.layout_tensors(own | self.borrowed_tensors(drafter, target))
-        write_tensors(directory / "model.safetensors", tensors)
-
-    def make_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
-        """Return config.json."""
-        layer = qwen3_layer(drafter)
-        rope = layer.pop("rope_parameters")
-        return {
-            "architectures": [self.architectures[0]],
-            **layer,
-            **flat_rope(rope),
-            "num_target_layers": None if target is None else target.num_layers,
-            "block_size": drafter.drafter["block_size"],
-            **self.extra_config(drafter),
-            "torch_dtype": drafter.dtype,
-            "use_cache": True,
-        }
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        settings = drafter.drafter
-        refuse_draft_vocabulary(
-            drafter, f"{self.engine} uses the target's full output layer; use --to vllm, or train"
-        )
-        embedding = drafter.tensors.get(EMBEDDING)
-        if embedding is not None and (
-            target is None or not equal_when_rounded(embedding, target.load_embedding())
-        ):
-            raise UserError(
-                f"{EMBEDDING}: {self.engine} uses the target's embedding, and this drafter has "
-                "its own; use --to vllm"
-            )
-        self.check_causality(settings)
-        if min(settings["layers"]) < 1:
-            raise UserError(
-                "layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm"
-            )
-
-    def check_causality(self, settings: dict[str, Any]) -> None:
-        """Raise UserError where readers would attend to other slots of a block than in training."""
-        if settings["causal"] != (settings["window"] is not None):
-            raise UserError(
-                f"drafter.causal={str(settings['causal']).lower()}, "
-                f"drafter.window={settings['window']}: SGLang treats layers with a window as "
-                "causal and others as not; use --to vllm"
-            )
-
-    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the entries of config.json that do not describe the layers."""
-        return {
-            "dflash_config": {
-                **self.mask_and_layers(drafter),
-                **self.family.config_entries(drafter),
-            }
-        }
-
-    def mask_and_layers(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the mask token and the fused layers."""
-        settings = drafter.drafter
-        return {
-            "mask_token_id": settings["mask_token_id"],
-            "target_layer_ids": [layer - 1 for layer in settings["layers"]],
-        }
-
-    def borrowed_tensors(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None
-    ) -> dict[str, Tensor]:
-        """Return the target's tensors that the files hold."""
-        return {}
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        num_tokens = drafter.drafter["block_size"] - 1
-        return {
-            "sglang": DrafterLaunch("DFLASH", path, num_tokens),
-            "vllm": DrafterLaunch("dflash", path, num_tokens),
-        }
+def is_flat_dflash(layout: FusedLayout, files: DrafterFiles) -> bool:
+    is_block = layout.has_architecture(files) or "dflash_config" in files.config
+    return is_block and "speculators_model_type" not in files.config
 
 
-class FlatDFlash2(FlatDFlash):
-    """The flat layout of DFlash2, with the settings of convolutions and selector in
-    `dflash_config`.
-    """
-
-    title = "DFlash2, flat layout"
-    family = DFLASH2
-    architectures = ("DFlash2DraftModel",)
-
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return self.architectures[0] in (files.config.get("architectures") or [])
+def names_architecture(layout: FusedLayout, files: DrafterFiles) -> bool:
+    """Tell whether config.json names the very class that the layout writes."""
+    return layout.architectures[0] in (files.config.get("architectures") or [])
 
 
-class FlatLiLiCorr(FlatDFlash2):
-    """The flat layout of LiLiCorr, with the settings of the correction in `dflash_config`;
-    engines draft whole blocks.
-    """
-
-    title = "LiLiCorr, flat layout"
-    family = LILICORR
-    architectures = ("LiLiCorrDraftModel",)
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        if drafter.drafter["top_k"] not in (1, 2, 4, 8, 16):
-            raise UserError(
-                f"drafter.top_k={drafter.drafter['top_k']}: engines need a power of two up to 16"
-            )
+def is_flat_dspark(layout: FusedLayout, files: DrafterFiles) -> bool:
+    return (
+        names_architecture(layout, files)
+        and files.config.get("markov_rank") != 0
+        and "speculators_model_type" not in files.config
+    )
 
 
-class FlatDSpark(FlatDFlash):
-    """The flat layout of DSpark: all keys at the top level, and the target's embedding and
-    output layer among the tensors.
-    """
+def parse_flat_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+    """Translate a flat config.json, whose `dflash_config` may hold some of the keys."""
+    config = flatten_config(files.config)
+    require_block_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
+    slides = "sliding_attention" in (config.get("layer_types") or [])
+    window = None
+    if slides or config.get("use_swa"):
+        window = config.get("swa_window_size") or config["sliding_window"]
+    flags = [config.get(key) for key in ("is_causal", *CAUSAL_KEYS)]
+    causal = next(value for value in (*flags, slides) if value is not None)
+    shifted = config.get(
+        "sample_from_anchor", DEEPSPEC_ARCHITECTURE in (config.get("architectures") or [])
+    )
+    settings = {
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "sample_from_anchor": bool(shifted),
+        "causal": bool(causal),
+        "window": window,
+        **block_family(layout).read_keys(config),
+    }
+    layers = [layer + layout.layer_id_offset for layer in config["target_layer_ids"]]
+    return FusedConfig(config, layers, {}, config.get("draft_vocab_size"), settings)
 
-    title = "DSpark, flat layout"
-    family = DSPARK
-    architectures = (DEEPSPEC_ARCHITECTURE,)
-    replaced_tensors = (EMBEDDING, HEAD)
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        has_architecture = self.architectures[0] in (files.config.get("architectures") or [])
-        return (
-            has_architecture
-            and files.config.get("markov_rank") != 0
-            and "speculators_model_type" not in files.config
+def ignored_head_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield tensors that SGLang does not read."""
+    ignored = [name for name in (HEAD, EMBEDDING) if name in layout.native_tensors(files)]
+    if ignored and DEEPSPEC_ARCHITECTURE not in (files.config.get("architectures") or []):
+        yield Finding(
+            "ignored-head",
+            "error",
+            f"the files hold {' and '.join(ignored)}",
+            "SGLang silently uses the target's instead; only vLLM reads them",
+            "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
+            is_repairable=True,
         )
 
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        if not drafter.drafter["sample_from_anchor"]:
-            raise UserError(
-                "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no key for it, "
-                "and in engines every slot drafts the token after its own position; use --to vllm"
-            )
-        super().check_writable(drafter, target)
 
-    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        num_anchors = drafter.drafter.get("num_anchors", 512)
-        return {
-            **self.mask_and_layers(drafter),
-            "num_anchors": num_anchors,
-            **self.family.config_entries(drafter),
-        }
-
-    def borrowed_tensors(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None
-    ) -> dict[str, Tensor]:
-        target = require_target(target, "the files hold its two layers of tokens")
-        dtype = drafter.tensors["fc.weight"].dtype
-        return {EMBEDDING: target.load_embedding().to(dtype), HEAD: target.load_head().to(dtype)}
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        size = drafter.drafter["block_size"]
-        launches = {"sglang": DrafterLaunch("DSPARK", path, size)}
-        if drafter.drafter["markov_head"] == "vanilla":
-            launches["vllm"] = DrafterLaunch("dspark", path, size)
-        return launches
-
-
-class TransformersDFlash(FlatDFlash):
-    """The layout of DFlash for transformers, whose class for it is MuseGlimmerAssistantModel: all
-    keys at the top level.
-
-    A block attends in both directions, and embedding and output layer are always the target's.
-    """
-
-    title = "DFlash, transformers"
-    architectures = ("MuseGlimmerAssistantModel",)
-    model_type: ClassVar[str] = "muse_glimmer_assistant"
-    name_prefixes: ClassVar[dict[str, str]] = {
-        **DFlashLayout.name_prefixes,
-        "fc.": "encoder.fc.",
-        "hidden_norm.": "encoder.output_norm_enc.",
+def make_flat_config(export: Export, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with these entries, which do not describe the layers."""
+    layer = qwen3_layer(export.drafter)
+    rope = layer.pop("rope_parameters")
+    return {
+        "architectures": [export.layout.architectures[0]],
+        **layer,
+        **flat_rope(rope),
+        "num_target_layers": None if export.target is None else export.target.num_layers,
+        "block_size": export.settings["block_size"],
+        **entries,
+        "torch_dtype": export.drafter.dtype,
+        "use_cache": True,
     }
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return files.config.get("model_type") == self.model_type
 
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from DFlashLayout.findings(self, files)
+def mask_and_layers(export: Export) -> dict[str, Any]:
+    """Return the entries of the mask token and the fused layers."""
+    return {
+        "mask_token_id": export.settings["mask_token_id"],
+        "target_layer_ids": [layer - 1 for layer in export.settings["layers"]],
+    }
 
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        if drafter.drafter["window"] is not None:
-            raise UserError(
-                f"drafter.window={drafter.drafter['window']}: transformers applies a window to "
-                "both sides of a slot; use --to vllm, or train with drafter.window=null"
-            )
 
-    def make_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
-        return {
-            **{key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key},
-            "model_type": self.model_type,
-            "architectures": [self.architectures[0]],
-            "block_size": drafter.drafter["block_size"],
-            **self.mask_and_layers(drafter),
-            "dtype": drafter.dtype,
-            **({} if target is None else target.special_token_ids),
-        }
+def dflash_entries(export: Export) -> dict[str, Any]:
+    """Return the content of `dflash_config`."""
+    family = block_family(export.layout)
+    return {**mask_and_layers(export), **family.config_entries(export.drafter)}
 
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {}
 
-    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
-        assistant = (
-            f'assistant_model=AutoModel.from_pretrained("{path}"), speculation_type="dflash"'
+def dflash_config(export: Export) -> dict[str, Any]:
+    entries = {"dflash_config": dflash_entries(export)}
+    return make_flat_config(export, entries)
+
+
+def own_tensors(export: Export) -> dict[str, Tensor]:
+    """Return the tensors without the vocabulary's, which engines take from the target."""
+    shared = ("d2t", "t2d", EMBEDDING)
+    return {name: tensor for name, tensor in export.tensors.items() if name not in shared}
+
+
+def check_flat_block(export: Export) -> None:
+    """Raise UserError for a vocabulary of its own, which engines take from the target."""
+    check_block(export)
+    engine = export.layout.engine
+    refuse_draft_vocabulary(
+        export.drafter, f"{engine} uses the target's full output layer; use --to vllm, or train"
+    )
+    if export.has_own_embedding:
+        raise UserError(
+            f"{EMBEDDING}: {engine} uses the target's embedding, and this drafter has "
+            "its own; use --to vllm"
         )
-        return {
-            "transformers": generate_snippet(
-                target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer"
-            )
+
+
+def check_causality(export: Export) -> None:
+    """Raise UserError where readers would attend to other slots of a block than in training."""
+    settings = export.settings
+    if settings["causal"] != (settings["window"] is not None):
+        raise UserError(
+            f"drafter.causal={str(settings['causal']).lower()}, "
+            f"drafter.window={settings['window']}: SGLang treats layers with a window as "
+            "causal and others as not; use --to vllm"
+        )
+
+
+def check_first_layer(export: Export) -> None:
+    """Raise UserError where the drafter reads the embedding's stream, which has no number."""
+    if min(export.settings["layers"]) < 1:
+        raise UserError(
+            "layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm"
+        )
+
+
+FLAT_CHECKS = (check_flat_block, check_causality, check_first_layer)
+# Full-attention layers attend to the block in both directions, sliding ones causally.
+FLAT_DFLASH = FusedLayout(
+    title="DFlash, flat layout",
+    family=DFLASH,
+    names=rename_prefixes(NAME_PREFIXES),
+    matches=is_flat_dflash,
+    parse=parse_flat_block,
+    make_config=dflash_config,
+    select_tensors=own_tensors,
+    architectures=("DFlashDraftModel", DEEPSPEC_ARCHITECTURE),
+    architecture_prefix="DFlash",
+    layer_id_offset=1,
+    obstacles=OBSTACLES,
+    file_checks=(block_findings, architecture_findings, ignored_head_findings),
+    target_checks=(block_target_findings,),
+    write_checks=FLAT_CHECKS,
+    launches=launch_with(
+        {"sglang": "DFLASH", "vllm": "dflash"}, lambda drafter: drafter.drafter["block_size"] - 1
+    ),
+)
+FLAT_DFLASH2 = replace(
+    FLAT_DFLASH,
+    title="DFlash2, flat layout",
+    family=DFLASH2,
+    matches=names_architecture,
+    architectures=("DFlash2DraftModel",),
+)
+
+
+def check_top_k(export: Export) -> None:
+    """Raise UserError for a number of candidates that engines lack."""
+    if export.settings["top_k"] not in (1, 2, 4, 8, 16):
+        raise UserError(
+            f"drafter.top_k={export.settings['top_k']}: engines need a power of two up to 16"
+        )
+
+
+FLAT_LILICORR = replace(
+    FLAT_DFLASH2,
+    title="LiLiCorr, flat layout",
+    family=LILICORR,
+    architectures=("LiLiCorrDraftModel",),
+    write_checks=(*FLAT_CHECKS, check_top_k),
+)
+
+
+def check_anchor(export: Export) -> None:
+    """Raise UserError for blocks whose anchor drafts nothing."""
+    if not export.settings["sample_from_anchor"]:
+        raise UserError(
+            "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no key for it, "
+            "and in engines every slot drafts the token after its own position; use --to vllm"
+        )
+
+
+def dspark_config(export: Export) -> dict[str, Any]:
+    entries = {
+        **mask_and_layers(export),
+        "num_anchors": export.settings.get("num_anchors", 512),
+        **DSPARK.config_entries(export.drafter),
+    }
+    return make_flat_config(export, entries)
+
+
+def with_target_tensors(export: Export) -> dict[str, Tensor]:
+    """Return the tensors with the target's embedding and output layer."""
+    target = require_target(export.target, "the files hold its two layers of tokens")
+    dtype = export.tensors["fc.weight"].dtype
+    borrowed = {EMBEDDING: target.load_embedding().to(dtype), HEAD: target.load_head().to(dtype)}
+    return own_tensors(export) | borrowed
+
+
+def launch_dspark(
+    drafter: DrafterCheckpoint, files: TargetFiles, path: str
+) -> dict[str, DrafterLaunch]:
+    size = drafter.drafter["block_size"]
+    launches = {"sglang": DrafterLaunch("DSPARK", path, size)}
+    if drafter.drafter["markov_head"] == "vanilla":
+        launches["vllm"] = DrafterLaunch("dspark", path, size)
+    return launches
+
+
+# All keys are at the top level.
+FLAT_DSPARK = replace(
+    FLAT_DFLASH,
+    title="DSpark, flat layout",
+    family=DSPARK,
+    matches=is_flat_dspark,
+    make_config=dspark_config,
+    select_tensors=with_target_tensors,
+    architectures=(DEEPSPEC_ARCHITECTURE,),
+    replaced_tensors=(EMBEDDING, HEAD),
+    write_checks=(check_anchor, *FLAT_CHECKS),
+    launches=launch_dspark,
+)
+
+
+def refuse_window(export: Export) -> None:
+    """Raise UserError for a window, which transformers applies to both sides."""
+    if export.settings["window"] is not None:
+        raise UserError(
+            f"drafter.window={export.settings['window']}: transformers applies a window to "
+            "both sides of a slot; use --to vllm, or train with drafter.window=null"
+        )
+
+
+def transformers_config(export: Export) -> dict[str, Any]:
+    layer = qwen3_layer(export.drafter)
+    return {
+        **{key: value for key, value in layer.items() if "sliding" not in key},
+        "model_type": TRANSFORMERS_TYPE,
+        "architectures": [export.layout.architectures[0]],
+        "block_size": export.settings["block_size"],
+        **mask_and_layers(export),
+        "dtype": export.drafter.dtype,
+        **({} if export.target is None else export.target.special_token_ids),
+    }
+
+
+def assistant_snippet(drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+    assistant = f'assistant_model=AutoModel.from_pretrained("{path}"), speculation_type="dflash"'
+    classes = "AutoModel, AutoModelForCausalLM, AutoTokenizer"
+    return {"transformers": generate_snippet(target, assistant, classes)}
+
+
+# A block attends in both directions, and embedding and output layer are always the target's.
+TRANSFORMERS_DFLASH = replace(
+    FLAT_DFLASH,
+    title="DFlash, transformers",
+    names=rename_prefixes(
+        {
+            **NAME_PREFIXES,
+            "fc.": "encoder.fc.",
+            "hidden_norm.": "encoder.output_norm_enc.",
         }
+    ),
+    matches=lambda layout, files: files.config.get("model_type") == TRANSFORMERS_TYPE,
+    make_config=transformers_config,
+    architectures=("MuseGlimmerAssistantModel",),
+    file_checks=(block_findings,),
+    write_checks=(*FLAT_CHECKS, refuse_window),
+    launches=no_launches,
+    snippets=assistant_snippet,
+)

@@ -5,203 +5,226 @@ DSpark and DFlash2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer, require_block_keys
-from .fused import FusedConfig, flatten_config
-from .layout import DrafterCheckpoint, DrafterFiles, Finding
-from .speculators import SpeculatorsLayout, read_method
+from .container import Finding
+from .dflash import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    NAME_PREFIXES,
+    OBSTACLES,
+    block_family,
+    block_findings,
+    block_target_findings,
+    check_block,
+    num_drafts,
+    qwen3_layer,
+    require_block_keys,
+)
+from .drafter_files import DrafterFiles
+from .fused import Export, FusedLayout, launch_with, rename_prefixes
+from .fused_config import FusedConfig, flatten_config
+from .layout import DrafterCheckpoint
+from .speculators import (
+    LAYER,
+    NUM_TOKENS,
+    Speculators,
+    common_entries,
+    read_method,
+    require_named_target,
+    speculators_findings,
+)
 from .targets import TargetFiles
 
 
-class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
-    """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in
-    `speculators_config`.
+def parse_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+    """Translate config.json. The library trains layers with a window causally inside the block,
+    unless sliding_window_non_causal, whose default depends on the family.
     """
+    config = files.config
+    family = block_family(layout)
+    keys = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", LAYER)
+    require_block_keys(flatten_config(config), keys)
+    layer = config[LAYER]
+    slides = "sliding_attention" in (layer.get("layer_types") or [])
+    non_causal = config.get("sliding_window_non_causal", family is not DSPARK)
+    settings = {
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "sample_from_anchor": bool(config.get("sample_from_anchor", family.is_shifted)),
+        "causal": slides and not non_causal,
+        "window": layer["sliding_window"] if slides else None,
+        **family.read_keys(config),
+    }
+    layers = config["aux_hidden_state_layer_ids"]
+    return FusedConfig(layer, layers, {}, config.get("draft_vocab_size"), settings)
 
-    title = "DFlash, speculators layout"
-    layer_id_offset = 0
-    model_type = "dflash"
-    architectures = ("DFlashSpeculator",)
-    method: ClassVar[str] = "dflash"  # vLLM's name of it
 
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        config = files.config
-        require_block_keys(
-            flatten_config(config),
-            (
-                "block_size",
-                "mask_token_id",
-                "aux_hidden_state_layer_ids",
-                "transformer_layer_config",
-            ),
-        )
-        layer = config["transformer_layer_config"]
-        slides = "sliding_attention" in (layer.get("layer_types") or [])
-        settings = {
-            "block_size": config["block_size"],
-            "mask_token_id": config["mask_token_id"],
-            "sample_from_anchor": bool(config.get("sample_from_anchor", self.family.is_shifted)),
-            "causal": slides and self.trains_causal(config),
-            "window": layer["sliding_window"] if slides else None,
-            **self.family.read_settings(config),
-        }
-        return FusedConfig(
-            layer,
-            config["aux_hidden_state_layer_ids"],
-            {},
-            config.get("draft_vocab_size"),
-            settings,
+def implicit_causality_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault where a key is missing whose default differs between readers."""
+    types = files.config[LAYER].get("layer_types")
+    is_missing = files.config.get("sliding_window_non_causal") is None
+    if is_missing and "sliding_attention" in (types or []):
+        yield Finding(
+            "block-causality-implicit",
+            "error",
+            "config.json lacks sliding_window_non_causal",
+            "the default is true in vLLM and false in the speculators library, so a slot may "
+            "attend to other slots than in training",
+            "write the value that it was trained with",
         )
 
-    def trains_causal(self, config: dict[str, Any]) -> bool:
-        """Tell whether the library trains layers with a window causally inside the block."""
-        return not config.get("sliding_window_non_causal", True)
 
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        yield from self.causality_findings(files)
-        settings = self.parse_config(files).settings
-        num_tokens = read_method(files).get("speculative_tokens") or 0
-        num_slots = settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
-        if num_tokens > num_slots:
-            yield Finding(
-                "too-many-tokens",
-                "error",
-                f"speculative_tokens is {num_tokens}, and a block of {settings['block_size']} "
-                f"drafts {num_slots}",
-                "engines run longer blocks than it was trained on",
-                f"write {num_slots}",
-            )
-
-    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        """Yield a fault where slots attend to other slots in an engine than in training."""
-        non_causal = files.config.get("sliding_window_non_causal")
-        types = files.config["transformer_layer_config"].get("layer_types")
-        if non_causal is None and "sliding_attention" in (types or []):
-            yield Finding(
-                "block-causality-implicit",
-                "error",
-                "config.json lacks sliding_window_non_causal",
-                "the default is true in vLLM and false in the speculators library, so a slot may "
-                "attend to other slots than in training",
-                "write the value that it was trained with",
-            )
-        if non_causal is False and "sliding_attention" not in (types or []):
-            yield Finding(
-                "block-causality",
-                "error",
-                "full-attention layers and sliding_window_non_causal is false",
-                "the speculators library trains such layers in both directions regardless, and "
-                "vLLM serves them causally",
-                'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm '
-                "--target TARGET",
-                is_repairable=True,
-            )
-
-    def layer_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        return {**qwen3_layer(drafter), "architectures": ["Qwen3ForCausalLM"]}
-
-    def family_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        settings = drafter.drafter
-        return {
-            "block_size": settings["block_size"],
-            "aux_hidden_state_layer_ids": settings["layers"],
-            "mask_token_id": settings["mask_token_id"],
-            "sample_from_anchor": settings["sample_from_anchor"],
-            "sliding_window_non_causal": not settings["causal"],
-            **self.family.config_entries(drafter),
-            "target_hidden_size": None,
-        }
-
-    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
-        return num_drafts(drafter)
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        if drafter.drafter["causal"] and drafter.drafter["window"] is None:
-            raise UserError(
-                "drafter.causal=true: the speculators library trains layers without a window in "
-                "both directions and vLLM serves them as the file says, so no value suits both; "
-                "train with drafter.window too"
-            )
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"vllm": DrafterLaunch(self.method, path, num_drafts(drafter))}
+def causality_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault where slots attend to other slots in an engine than in training."""
+    types = files.config[LAYER].get("layer_types")
+    is_causal = files.config.get("sliding_window_non_causal") is False
+    if is_causal and "sliding_attention" not in (types or []):
+        yield Finding(
+            "block-causality",
+            "error",
+            "full-attention layers and sliding_window_non_causal is false",
+            "the speculators library trains such layers in both directions regardless, and "
+            "vLLM serves them causally",
+            'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm '
+            "--target TARGET",
+            is_repairable=True,
+        )
 
 
-class SpeculatorsDFlash2(SpeculatorsDFlash):
-    """The speculators layout of DFlash2, with convolutions and a candidate selector."""
-
-    title = "DFlash2, speculators layout"
-    family = DFLASH2
-    model_type = "dflash2"
-    architectures = ("DFlash2DraftModel",)
-
-    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        # The default is true in both readers.
-        findings = super().causality_findings(files)
-        return (finding for finding in findings if finding.name != "block-causality-implicit")
-
-
-class SpeculatorsDSpark(SpeculatorsDFlash):
-    """The speculators layout of DSpark, with a Markov head and a confidence head.
-
-    vLLM reads no causality from it: it serves layers with a window causally and others not.
+def window_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault of a DSpark, from which vLLM reads no causality: it serves layers with a
+    window causally and others not.
     """
-
-    title = "DSpark, speculators layout"
-    family = DSPARK
-    model_type = "dspark"
-    architectures = ("DSparkSpeculator",)
-    method = "dspark"
-
-    def trains_causal(self, config: dict[str, Any]) -> bool:
-        return not config.get("sliding_window_non_causal", False)
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        if files.config.get("sample_from_anchor") is None:
-            yield Finding(
-                "anchor-implicit",
-                "error",
-                "config.json lacks sample_from_anchor",
-                "the default is false in vLLM and true in the speculators library, so every draft "
-                "may be one token off",
-                "write the value that it was trained with",
-            )
-
-    def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        settings = self.parse_config(files).settings
-        if settings["window"] is not None and not settings["causal"]:
-            yield Finding(
-                "block-causality",
-                "error",
-                "layers with a window and sliding_window_non_causal is true",
-                "the speculators library trains them in both directions, and vLLM serves a DSpark "
-                "with a window causally",
-                "train with sliding_window_non_causal: false, or without a window",
-                is_repairable=True,
-            )
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        if drafter.drafter["window"] is not None and not drafter.drafter["causal"]:
-            raise UserError(
-                f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window "
-                "causally; train with drafter.causal=true too, or without a window"
-            )
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return (
-            super().drafter_launches(drafter, files, path)
-            if drafter.drafter["markov_head"] == "vanilla"
-            else {}
+    settings = layout.parse_config(files).settings
+    if settings["window"] is not None and not settings["causal"]:
+        yield Finding(
+            "block-causality",
+            "error",
+            "layers with a window and sliding_window_non_causal is true",
+            "the speculators library trains them in both directions, and vLLM serves a DSpark "
+            "with a window causally",
+            "train with sliding_window_non_causal: false, or without a window",
+            is_repairable=True,
         )
+
+
+def token_count_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault where an engine drafts more than a block."""
+    settings = layout.parse_config(files).settings
+    num_tokens = read_method(files).get("speculative_tokens") or 0
+    num_slots = settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
+    if num_tokens > num_slots:
+        yield Finding(
+            "too-many-tokens",
+            "error",
+            f"speculative_tokens is {num_tokens}, and a block of {settings['block_size']} "
+            f"drafts {num_slots}",
+            "engines run longer blocks than it was trained on",
+            f"write {num_slots}",
+        )
+
+
+def anchor_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault of a DSpark whose shift is not written."""
+    if files.config.get("sample_from_anchor") is None:
+        yield Finding(
+            "anchor-implicit",
+            "error",
+            "config.json lacks sample_from_anchor",
+            "the default is false in vLLM and true in the speculators library, so every draft "
+            "may be one token off",
+            "write the value that it was trained with",
+        )
+
+
+def block_config(export: Export) -> dict[str, Any]:
+    settings = export.settings
+    return {
+        **common_entries(export.drafter),
+        "block_size": settings["block_size"],
+        "aux_hidden_state_layer_ids": settings["layers"],
+        "mask_token_id": settings["mask_token_id"],
+        "sample_from_anchor": settings["sample_from_anchor"],
+        "sliding_window_non_causal": not settings["causal"],
+        **block_family(export.layout).config_entries(export.drafter),
+        "target_hidden_size": None,
+        LAYER: {**qwen3_layer(export.drafter), "architectures": ["Qwen3ForCausalLM"]},
+        NUM_TOKENS: num_drafts(export.drafter),
+    }
+
+
+def check_causality(export: Export) -> None:
+    """Raise UserError for causal layers without a window."""
+    if export.settings["causal"] and export.settings["window"] is None:
+        raise UserError(
+            "drafter.causal=true: the speculators library trains layers without a window in "
+            "both directions and vLLM serves them as the file says, so no value suits both; "
+            "train with drafter.window too"
+        )
+
+
+def check_window(export: Export) -> None:
+    """Raise UserError for a DSpark with a window that is not causal."""
+    if export.settings["window"] is not None and not export.settings["causal"]:
+        raise UserError(
+            f"drafter.window={export.settings['window']}: vLLM serves a DSpark with a window "
+            "causally; train with drafter.causal=true too, or without a window"
+        )
+
+
+def launch_dspark(
+    drafter: DrafterCheckpoint, files: TargetFiles, path: str
+) -> dict[str, DrafterLaunch]:
+    if drafter.drafter["markov_head"] != "vanilla":
+        return {}
+    return {"vllm": DrafterLaunch("dspark", path, num_drafts(drafter))}
+
+
+SPECULATORS_DFLASH = FusedLayout(
+    title="DFlash, speculators layout",
+    family=DFLASH,
+    container=Speculators("dflash", "DFlashSpeculator"),
+    names=rename_prefixes(NAME_PREFIXES),
+    parse=parse_block,
+    make_config=block_config,
+    obstacles=OBSTACLES,
+    file_checks=(
+        block_findings,
+        speculators_findings,
+        implicit_causality_findings,
+        causality_findings,
+        token_count_findings,
+    ),
+    target_checks=(block_target_findings,),
+    write_checks=(require_named_target, check_block, check_causality),
+    launches=launch_with({"vllm": "dflash"}, num_drafts),
+)
+SPECULATORS_DFLASH2 = replace(
+    SPECULATORS_DFLASH,
+    title="DFlash2, speculators layout",
+    family=DFLASH2,
+    container=Speculators("dflash2", "DFlash2DraftModel"),
+    # The default of sliding_window_non_causal is true in both readers.
+    file_checks=(block_findings, speculators_findings, causality_findings, token_count_findings),
+)
+SPECULATORS_DSPARK = replace(
+    SPECULATORS_DFLASH,
+    title="DSpark, speculators layout",
+    family=DSPARK,
+    container=Speculators("dspark", "DSparkSpeculator"),
+    file_checks=(
+        block_findings,
+        speculators_findings,
+        window_findings,
+        token_count_findings,
+        anchor_findings,
+    ),
+    write_checks=(require_named_target, check_block, check_causality, check_window),
+    launches=launch_dspark,
+)

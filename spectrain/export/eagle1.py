@@ -7,97 +7,72 @@ All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
 
+from .container import Finding
+from .drafter_files import DrafterFiles
 from .eagle3 import LAYER_PARTS
 from .fused import (
+    FIXED_VALUES,
+    FOREIGN_PARTS,
+    Export,
+    FusedFamily,
+    FusedLayout,
+    TensorNames,
+    launch_with,
+)
+from .fused_config import (
     EMBEDDING,
     HEAD,
     SIZE_KEYS,
     FusedConfig,
-    FusedLayout,
     flat_rope,
     is_close_to,
     layer_rope,
     require_keys,
 )
-from .layout import (
-    CHAIN_TOKENS,
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    require_target,
-    write_json,
-    write_tensors,
-)
+from .fused_findings import common_findings, common_target_findings, find_common_obstacle
+from .layout import DrafterCheckpoint, ExpectedTensors, require_target
 from .targets import TargetFiles
 
 FC_BIAS = "fc.bias"
 LAYER_PREFIX = "layers.0."
 
 
-class OriginalEagle1(FusedLayout):
-    """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json
-    has bias=false.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Family(FusedFamily):
+    """EAGLE, whose embedding and output layer are the target's."""
 
-    title = "EAGLE, original layout"
-    constructor = "spectrain.drafters.eagle1.Eagle1"
-    architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
-    holds_embedding: ClassVar[bool] = True
-    replaced_tensors: ClassVar[tuple[str, ...]] = (EMBEDDING,)
+    needs_bias: Callable[[DrafterFiles], bool]  # whether readers of the files expect a bias of fc
+    choice: str = "eagle1"
+    covers: tuple[str, ...] = ()
     own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
-    foreign_parts: ClassVar[dict[str, str]] = {
-        "norm": "a norm before or after the layer, which our layer lacks",
-        **FusedLayout.foreign_parts,
-    }
-    fixed_values: ClassVar[dict[str, Any]] = {**FusedLayout.fixed_values, "num_hidden_layers": 1}
+    foreign_parts: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "norm": "a norm before or after the layer, which our layer lacks",
+            **FOREIGN_PARTS,
+        }
+    )
+    fixed_values: Mapping[str, Any] = field(
+        default_factory=lambda: {**FIXED_VALUES, "num_hidden_layers": 1}
+    )
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
-        is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
-        is_eagle3 = any(
-            "hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors
-        )
-        return (
-            self.has_architecture(files)
-            and not (is_other_layout or is_eagle3)
-            and len(shape) == 2
-            and shape[1] == 2 * shape[0]
-        )
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        require_keys(files.config, SIZE_KEYS)
-        return FusedConfig(files.config, None, {}, None)
-
-    def native_name(self, name: str) -> str:
-        return name.removeprefix("model.").removeprefix(LAYER_PREFIX)
-
-    def layout_name(self, name: str) -> str:
-        return LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name
-
-    def class_settings(
-        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    def read_settings(
+        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
     ) -> dict[str, Any]:
-        bias = self.native_tensors(files).get(FC_BIAS)
+        bias = layout.native_tensors(files).get(FC_BIAS)
         # SGLang's layout has one, even an untrained one.
         return {"bias": bias is not None and bool(bias.any()), "architecture": config.architecture}
 
-    def needs_bias(self, files: DrafterFiles) -> bool:
-        """Tell whether its readers expect a bias of fc."""
-        return bool(files.config.get("bias", True))
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
+    def adjust_expected(
+        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
+    ) -> ExpectedTensors:
         prefix = "model." if "model.fc.weight" in files.tensors else ""
         required = {
             name: shape for name, shape in expected.required.items() if name != prefix + FC_BIAS
@@ -108,7 +83,7 @@ class OriginalEagle1(FusedLayout):
             if name not in (HEAD, "d2t", "t2d")
         }
         group = required if self.needs_bias(files) else optional
-        group[prefix + FC_BIAS] = (self.parse_config(files).width,)
+        group[prefix + FC_BIAS] = (layout.parse_config(files).width,)
         return ExpectedTensors(required, optional, expected.ignored)
 
     def read_head(
@@ -120,164 +95,34 @@ class OriginalEagle1(FusedLayout):
     ) -> None:
         if EMBEDDING in tensors:
             require_target(target, f"{EMBEDDING} should be the target's own")
-            raise UserError(
-                f"{files.directory}: {EMBEDDING} is not the target's, and {self.choice} uses the "
-                "target's"
-            )
+            self.refuse(files, EMBEDDING)
         if FC_BIAS in tensors and not tensors[FC_BIAS].any():
             del tensors[FC_BIAS]
 
-    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        drafter = super().read(files, target)
-        return replace(
-            drafter,
-            tensors={
-                name: drafter.tensors[name]
-                for name in drafter.tensors
-                if name not in ("d2t", "t2d")
-            },
+    def refuse(self, files: DrafterFiles, name: str) -> None:
+        """Raise UserError for a tensor that is not the target's."""
+        raise UserError(
+            f"{files.directory}: {name} is not the target's, and drafter={self.choice} uses the "
+            "target's"
         )
 
-    def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
-    ) -> None:
-        tensors = self.select_tensors(drafter)
-        target = require_target(target, "this layout holds the size of the target's vocabulary")
-        if self.holds_embedding:
-            tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
-        write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
-        write_json(
-            directory / "config.json",
-            self._make_config(drafter, target.vocab_size, FC_BIAS in tensors),
-        )
-
-    def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
-        architecture = drafter.drafter["architecture"]
-        layer = {key: value for key, value in architecture.items() if key != "rope_parameters"}
-        return {
-            "architectures": [self.architectures[0]],
-            "model_type": "llama",
-            "hidden_size": drafter.tensors["fc.weight"].shape[0],
-            **layer,
-            **flat_rope(layer_rope(architecture)),
-            "num_hidden_layers": 1,
-            "vocab_size": vocab,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "bias": bias,
-            "tie_word_embeddings": False,
-            "torch_dtype": drafter.dtype,
-            "use_cache": True,
-        }
-
-    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
-        """Return the tensors that the files hold, apart from an embedding."""
-        return dict(drafter.tensors)
+    def complete(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> DrafterCheckpoint:
+        maps = ("d2t", "t2d")
+        kept = {name: tensor for name, tensor in drafter.tensors.items() if name not in maps}
+        return replace(drafter, tensors=kept)
 
 
-class SglangEagle1(OriginalEagle1):
-    """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks
-    it, so zeros are written.
-    """
+class NestedEagle1Family(Eagle1Family):
+    """EAGLE in files that also hold the target's output layer."""
 
-    title = "EAGLE, SGLang layout"
-    architectures = ("LlamaForCausalLMEagle",)
-    holds_embedding = False
-
-    def needs_bias(self, files: DrafterFiles) -> bool:
-        return True
-
-    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
-        fc = drafter.tensors["fc.weight"]
-        return {FC_BIAS: fc.new_zeros(len(fc)), **drafter.tensors}
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"sglang": DrafterLaunch("EAGLE", path, CHAIN_TOKENS)}
-
-
-class VllmEagle1(OriginalEagle1):
-    """vLLM's layout: its fc has no bias."""
-
-    title = "EAGLE, vLLM layout"
-    architectures = ("EagleLlamaForCausalLM",)
-    holds_embedding = False
-
-    def needs_bias(self, files: DrafterFiles) -> bool:
-        return False
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        bias = self.native_tensors(files).get(FC_BIAS)
-        if bias is not None and bias.any():
-            yield Finding(
-                "fc-bias",
-                "error",
-                f"{FC_BIAS} is not zero",
-                "vLLM's fc has none and ignores it",
-                "train it with drafter.bias=false, or serve it with SGLang",
-            )
-
-    def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
-        if FC_BIAS in drafter.tensors:
-            raise UserError(
-                f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with "
-                "drafter.bias=false"
-            )
-        return dict(drafter.tensors)
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"vllm": DrafterLaunch("eagle", path, CHAIN_TOKENS)}
-
-
-class NestedEagle1(VllmEagle1):
-    """The layout of vLLM's first EAGLE conversion: a Llama configuration below `model`, and the
-    target's output layer.
-
-    It is read only; `fc` has a bias where config.json has eagle_fc_bias or bias.
-    """
-
-    title = "EAGLE, vLLM's nested layout"
-
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return files.config.get("model_type") == "eagle" and isinstance(
-            files.config.get("model"), dict
-        )
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        return super().parse_config(unnest_config(files))
-
-    def native_name(self, name: str) -> str:
-        return super().native_name(name.removeprefix("model."))
-
-    def needs_bias(self, files: DrafterFiles) -> bool:
-        return bool(files.config.get("eagle_fc_bias") or files.config.get("bias"))
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
-        config = self.parse_config(files)
-        names = [name for name in files.tensors if self.native_name(name) == HEAD]
+    def adjust_expected(
+        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
+    ) -> ExpectedTensors:
+        expected = super().adjust_expected(layout, files, expected)
+        config = layout.parse_config(files)
+        names = [name for name in files.tensors if layout.names.to_native(name) == HEAD]
         expected.optional.update(dict.fromkeys(names, (config.vocab_size, config.width)))
         return expected
-
-    def find_unsupported(self, files: DrafterFiles) -> str | None:
-        if "token_map" in files.tensors:
-            return "token_map is a map of a part of the vocabulary, which drafter=eagle1 lacks"
-        return super().find_unsupported(unnest_config(files))
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        # Unlike today's, the class of this layout has a bias.
-        yield from OriginalEagle1.findings(self, files)
-        yield Finding(
-            "nested-config",
-            "warning",
-            ("config.json holds the layer's configuration below model, as vLLM's first EAGLE did"),
-            "other engines look for it at the top level",
-            "spectrain convert DIR OUT --to vllm --target TARGET",
-        )
 
     def read_head(
         self,
@@ -289,13 +134,164 @@ class NestedEagle1(VllmEagle1):
         if HEAD in tensors:
             target = require_target(target, f"{HEAD} should be the target's own")
             if not is_close_to(tensors.pop(HEAD), target.load_head()):
-                raise UserError(
-                    f"{files.directory}: {HEAD} is not the target's, and {self.choice} uses the "
-                    "target's"
-                )
+                self.refuse(files, HEAD)
         super().read_head(files, config, tensors, target)
+
+
+def is_eagle1(layout: FusedLayout, files: DrafterFiles) -> bool:
+    """Tell whether config.json names one of the layout's classes, and fc reads two streams."""
+    shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
+    is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
+    is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)
+    return (
+        layout.has_architecture(files)
+        and not (is_other_layout or is_eagle3)
+        and len(shape) == 2
+        and shape[1] == 2 * shape[0]
+    )
+
+
+def parse_eagle1(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+    """Translate the flat config.json."""
+    require_keys(files.config, SIZE_KEYS)
+    return FusedConfig(files.config, None, {}, None)
+
+
+def eagle1_config(export: Export) -> dict[str, Any]:
+    """Return the flat config.json."""
+    vocab = require_target(export.target, "this layout holds the size of the target's vocabulary")
+    architecture = export.settings["architecture"]
+    layer = {key: value for key, value in architecture.items() if key != "rope_parameters"}
+    return {
+        "architectures": [export.layout.architectures[0]],
+        "model_type": "llama",
+        "hidden_size": export.tensors["fc.weight"].shape[0],
+        **layer,
+        **flat_rope(layer_rope(architecture)),
+        "num_hidden_layers": 1,
+        "vocab_size": vocab.vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "bias": FC_BIAS in export.tensors,
+        "tie_word_embeddings": False,
+        "torch_dtype": export.drafter.dtype,
+        "use_cache": True,
+    }
+
+
+def with_embedding(export: Export) -> dict[str, Tensor]:
+    """Return the tensors with the target's embedding."""
+    embedding = export.known_target.load_embedding().to(export.tensors["fc.weight"].dtype)
+    return {**export.tensors, EMBEDDING: embedding}
+
+
+def with_bias(export: Export) -> dict[str, Tensor]:
+    """Return the tensors with a bias of fc, which SGLang leaves uninitialized where the file lacks
+    it.
+    """
+    fc = export.tensors["fc.weight"]
+    return {FC_BIAS: fc.new_zeros(len(fc)), **export.tensors}
+
+
+def bias_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a bias that vLLM ignores."""
+    bias = layout.native_tensors(files).get(FC_BIAS)
+    if bias is not None and bias.any():
+        yield Finding(
+            "fc-bias",
+            "error",
+            f"{FC_BIAS} is not zero",
+            "vLLM's fc has none and ignores it",
+            "train it with drafter.bias=false, or serve it with SGLang",
+        )
+
+
+def refuse_bias(export: Export) -> None:
+    """Raise UserError where fc has a bias."""
+    if FC_BIAS in export.tensors:
+        raise UserError(
+            f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with "
+            "drafter.bias=false"
+        )
+
+
+ORIGINAL_EAGLE1 = FusedLayout(
+    title="EAGLE, original layout",
+    family=Eagle1Family(needs_bias=lambda files: bool(files.config.get("bias", True))),
+    names=TensorNames(
+        lambda name: name.removeprefix("model.").removeprefix(LAYER_PREFIX),
+        lambda name: LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name,
+    ),
+    matches=is_eagle1,
+    parse=parse_eagle1,
+    make_config=eagle1_config,
+    select_tensors=with_embedding,
+    architectures=("LlamaForCausalLM",),
+    replaced_tensors=(EMBEDDING,),
+    obstacles=(find_common_obstacle,),
+    file_checks=(common_findings,),
+    target_checks=(common_target_findings,),
+)
+SGLANG_EAGLE1 = replace(
+    ORIGINAL_EAGLE1,
+    title="EAGLE, SGLang layout",
+    family=Eagle1Family(needs_bias=lambda files: True),
+    make_config=lambda export: eagle1_config(export) | {"bias": True},
+    select_tensors=with_bias,
+    architectures=("LlamaForCausalLMEagle",),
+    launches=launch_with({"sglang": "EAGLE"}),
+)
+VLLM_EAGLE1 = replace(
+    ORIGINAL_EAGLE1,
+    title="EAGLE, vLLM layout",
+    family=Eagle1Family(needs_bias=lambda files: False),
+    select_tensors=lambda export: export.tensors,
+    architectures=("EagleLlamaForCausalLM",),
+    file_checks=(common_findings, bias_findings),
+    write_checks=(refuse_bias,),
+    launches=launch_with({"vllm": "eagle"}),
+)
 
 
 def unnest_config(files: DrafterFiles) -> DrafterFiles:
     """Return the files with the configuration below `model` moved to the top level."""
     return replace(files, config={**files.config, **files.config["model"]})
+
+
+def find_nested_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
+    if "token_map" in files.tensors:
+        return "token_map is a map of a part of the vocabulary, which drafter=eagle1 lacks"
+    return find_common_obstacle(layout, unnest_config(files))
+
+
+def nested_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield that engines of today do not look for the configuration there."""
+    yield Finding(
+        "nested-config",
+        "warning",
+        "config.json holds the layer's configuration below model, as vLLM's first EAGLE did",
+        "other engines look for it at the top level",
+        "spectrain convert DIR OUT --to vllm --target TARGET",
+    )
+
+
+# The layout of vLLM's first EAGLE conversion: a Llama configuration below `model`, and the target's
+# output layer. It is read only; `fc` has a bias where config.json has eagle_fc_bias or bias.
+NESTED_EAGLE1 = replace(
+    VLLM_EAGLE1,
+    title="EAGLE, vLLM's nested layout",
+    family=NestedEagle1Family(
+        needs_bias=lambda files: bool(files.config.get("eagle_fc_bias") or files.config.get("bias"))
+    ),
+    names=TensorNames(
+        lambda name: name.removeprefix("model.").removeprefix("model.").removeprefix(LAYER_PREFIX),
+        ORIGINAL_EAGLE1.names.to_file,
+    ),
+    matches=lambda layout, files: (
+        files.config.get("model_type") == "eagle" and isinstance(files.config.get("model"), dict)
+    ),
+    parse=lambda layout, files: parse_eagle1(layout, unnest_config(files)),
+    obstacles=(find_nested_obstacle,),
+    # Unlike today's, the class of this layout has a bias.
+    file_checks=(common_findings, nested_findings),
+)

@@ -1,4 +1,4 @@
-"""The base of EAGLE-3's layouts.
+"""EAGLE-3 as files hold it: its settings, and the names of its tensors.
 
 Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
 `self_attn.q_proj.weight`); layouts have one. Later layers are `later.0.` and so on in spectrain,
@@ -7,7 +7,8 @@ Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,8 +17,10 @@ from spectrain.drafters.layers.eagle_layers import default_layers, engine_layers
 from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 
-from .fused import HEAD, FusedConfig, FusedLayout, layer_rope
-from .layout import DrafterCheckpoint, DrafterFiles, MissingTarget
+from .drafter_files import DrafterFiles
+from .fused import FusedFamily, FusedLayout, TensorNames
+from .fused_config import HEAD, FusedConfig, layer_rope
+from .layout import DrafterCheckpoint, MissingTarget
 from .targets import TargetFiles
 
 NUM_FUSED_LAYERS = 3
@@ -25,28 +28,14 @@ NUM_FUSED_LAYERS = 3
 LAYER_PARTS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
 
 
-class Eagle3Layout(FusedLayout):
-    """The base of EAGLE-3's layouts: `parse_config` translates config.json, all else is shared."""
+@dataclass(frozen=True)
+class Eagle3Family(FusedFamily):
+    """EAGLE-3, whose own embedding is a flag of its layer."""
 
-    constructor = "spectrain.drafters.eagle3.Eagle3"
-    prefix: ClassVar[str]  # of the first layer's tensors
+    choice: str = "eagle3"
 
-    def native_name(self, name: str) -> str:
-        name = name.removeprefix("model.").removeprefix("midlayer.").removeprefix("layers.0.")
-        kind, _, rest = name.partition(".")
-        number, _, rest = rest.partition(".")
-        return (
-            f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
-        )
-
-    def layout_name(self, name: str) -> str:
-        if name.startswith("later."):
-            _, number, rest = name.split(".", 2)
-            return f"layers.{int(number) + 1}.{rest}"
-        return self.prefix + name if name.startswith(LAYER_PARTS) else name
-
-    def class_settings(
-        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    def read_settings(
+        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
     ) -> dict[str, Any]:
         settings = {
             "vocab_size": config.draft_rows,
@@ -55,9 +44,9 @@ class Eagle3Layout(FusedLayout):
         }
         if config.window is not None:
             settings["window"] = config.window
-        return settings | self.embedding_settings(config, files, own_embedding)
+        return settings | self.layer_settings(config, files, own_embedding)
 
-    def embedding_settings(
+    def layer_settings(
         self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
     ) -> dict[str, Any]:
         """Return the settings that EAGLE-3 and P-EAGLE hold differently: the layer, and whether
@@ -81,11 +70,33 @@ class Eagle3Layout(FusedLayout):
                 )
             tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
 
-    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        drafter = super().read(files, target)
+    def complete(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> DrafterCheckpoint:
         if drafter.drafter["layers"] is None and target is not None:
             drafter.drafter["layers"] = unnamed_layers(target)
         return drafter
+
+
+EAGLE3 = Eagle3Family()
+
+
+def eagle3_names(prefix: str) -> TensorNames:
+    """Return the names of tensors where those of the first layer have this prefix."""
+
+    def to_native(name: str) -> str:
+        name = name.removeprefix("model.").removeprefix("midlayer.").removeprefix("layers.0.")
+        kind, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        return (
+            f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
+        )
+
+    def to_file(name: str) -> str:
+        if name.startswith("later."):
+            _, number, rest = name.split(".", 2)
+            return f"layers.{int(number) + 1}.{rest}"
+        return prefix + name if name.startswith(LAYER_PARTS) else name
+
+    return TensorNames(to_native, to_file)
 
 
 def unnamed_layers(target: TargetFiles) -> list[int]:

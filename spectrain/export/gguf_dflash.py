@@ -4,27 +4,39 @@ draft-dspark).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .dflash import DFLASH2, DSPARK, DFlashLayout, num_drafts, qwen3_layer
-from .fused import EMBEDDING, HEAD, FusedConfig
+from .dflash import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    OBSTACLES,
+    block_family,
+    block_findings,
+    block_target_findings,
+    check_block,
+    num_drafts,
+    qwen3_layer,
+)
+from .drafter_files import DrafterFiles
+from .fused import Export, FusedLayout, TensorNames
+from .fused_config import EMBEDDING, HEAD, FusedConfig
 from .gguf_layout import (
+    LAYER,
     LAYER_NAMES,
-    GgufFusedLayout,
+    Gguf,
     find_foreign_rope,
     layer_config,
-    rope_tensors,
-    size_keys,
     unpermuted_interpretation,
 )
-from .layout import DrafterCheckpoint, DrafterFiles, Interpretation, require_target
+from .layout import DrafterCheckpoint, require_target
 from .targets import TargetFiles
-from .vocabulary import drop_full_maps
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight",
@@ -51,203 +63,217 @@ BLOCK_NAMES = {
 NATIVE_NAMES = {name: ours for ours, name in (TENSOR_NAMES | BLOCK_NAMES).items()}
 
 
-class GgufDFlash(GgufFusedLayout, DFlashLayout):
-    """DFlash as llama.cpp reads it. Queries and keys stay in transformers' order, which this
-    model rotates.
-    """
+OWN_TENSORS = {"dflash2": "selector_hidden.weight", "dspark": "markov_w1.weight"}
+"""Family -> a tensor that only its files hold."""
+FOREIGN_PARTS = {
+    ".bias": "a bias, which our linears lack",
+    "attn_sinks": "an attention sink, which our layers lack",
+    "post_attention_norm": "a norm behind the attention, which our layers lack",
+    "post_ffw_norm": "a norm behind the MLP, which our layers lack",
+}
+SCALES = ("logit_scale", "final_logit_softcapping", "embedding_scale")
 
-    title = "DFlash, GGUF"
-    architecture = "dflash"
-    architectures = ()
-    layer_id_offset = 0
-    spec_type: ClassVar[str] = "draft-dflash"
-    foreign_parts: ClassVar[dict[str, str]] = {
-        ".bias": "a bias, which our linears lack",
-        "attn_sinks": "an attention sink, which our layers lack",
-        "post_attention_norm": "a norm behind the attention, which our layers lack",
-        "post_ffw_norm": "a norm behind the MLP, which our layers lack",
+
+def to_native(name: str) -> str:
+    prefix, _, rest = name.partition(".")
+    number, _, part = rest.partition(".")
+    return (
+        f"blocks.{number}.{NATIVE_NAMES.get(part, part)}"
+        if prefix == "blk"
+        else NATIVE_NAMES.get(name, name)
+    )
+
+
+def to_file(name: str) -> str:
+    prefix, _, rest = name.partition(".")
+    number, _, part = rest.partition(".")
+    return (
+        f"blk.{number}.{BLOCK_NAMES.get(part, part)}"
+        if prefix == "blocks"
+        else TENSOR_NAMES.get(name, name)
+    )
+
+
+def is_of_family(layout: FusedLayout, files: DrafterFiles) -> bool:
+    names = {family for family, tensor in OWN_TENSORS.items() if tensor in files.tensors}
+    return (names or {"dflash"}) == {layout.family.choice}
+
+
+def parse_block(
+    layout: FusedLayout,
+    files: DrafterFiles,
+    read_family: Callable[[FusedLayout, DrafterFiles], dict[str, Any]],
+) -> FusedConfig:
+    """Translate the keys; `read_family` returns the settings that not all block drafters have."""
+    keys = files.config
+    windowed = keys.get("dflash.attention.sliding_window_pattern") or []
+    settings = {
+        "block_size": keys["dflash.block_size"],
+        "mask_token_id": keys["tokenizer.ggml.mask_token_id"],
+        "sample_from_anchor": False,
+        "causal": bool(keys.get("dflash.attention.causal", False)),
+        "window": keys["dflash.attention.sliding_window"] if any(windowed) else None,
+        **read_family(layout, files),
+    }
+    rows = files.tensors["d2t"].shape[0] if "d2t" in files.tensors else None
+    return FusedConfig(layer_config(keys), list(keys["dflash.target_layers"]), {}, rows, settings)
+
+
+def read_family_keys(layout: FusedLayout, files: DrafterFiles) -> dict[str, Any]:
+    family = block_family(layout)
+    names = family.config_keys.values()
+    return family.read_keys({name: files.config.get(f"dflash.{name}") for name in names})
+
+
+def read_dspark(layout: FusedLayout, files: DrafterFiles) -> dict[str, Any]:
+    return {
+        "sample_from_anchor": bool(files.config.get("dflash.sample_from_anchor", True)),
+        "markov_head": "vanilla",
+        "rank": files.tensors["markov_w1.weight"].shape[1],
+        "confidence": "conf_proj.weight" in files.tensors,
     }
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        own_tensor = {"dflash2": "selector_hidden.weight", "dspark": "markov_w1.weight"}
-        names = {family for family, tensor in own_tensor.items() if tensor in files.tensors}
-        return super().matches_files(files) and (names or {"dflash"}) == {self.family.name}
 
-    def native_name(self, name: str) -> str:
-        prefix, _, rest = name.partition(".")
-        number, _, part = rest.partition(".")
+def find_key_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
+    windowed = files.config.get("dflash.attention.sliding_window_pattern") or []
+    if len(set(windowed)) > 1:
         return (
-            f"blocks.{number}.{NATIVE_NAMES.get(part, part)}"
-            if prefix == "blk"
-            else NATIVE_NAMES.get(name, name)
+            f"dflash.attention.sliding_window_pattern={windowed}: all layers of "
+            f"{layout.choice} attend alike"
+        )
+    for key in SCALES:
+        if f"dflash.{key}" in files.config:
+            value = files.config[f"dflash.{key}"]
+            return f"dflash.{key}={value}: {layout.choice} has no such scale"
+    return None
+
+
+def check_names(export: Export) -> None:
+    """Raise UserError for a tensor without a name in llama.cpp."""
+    unknown = sorted(
+        name
+        for name in export.tensors
+        if name not in ("d2t", "t2d") and to_native(to_file(name)) != name
+    )
+    if unknown:
+        raise UserError(
+            f"{unknown[0]}: llama.cpp's {block_family(export.layout).title} has no such tensor; "
+            "train without it, or use --to vllm"
         )
 
-    def layout_name(self, name: str) -> str:
-        prefix, _, rest = name.partition(".")
-        number, _, part = rest.partition(".")
-        return (
-            f"blk.{number}.{BLOCK_NAMES.get(part, part)}"
-            if prefix == "blocks"
-            else TENSOR_NAMES.get(name, name)
-        )
 
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        keys = files.config
-        windowed = keys.get("dflash.attention.sliding_window_pattern") or []
-        settings = {
-            "block_size": keys["dflash.block_size"],
-            "mask_token_id": keys["tokenizer.ggml.mask_token_id"],
-            "sample_from_anchor": self.reads_shifted_blocks(keys),
-            "causal": bool(keys.get("dflash.attention.causal", False)),
-            "window": keys["dflash.attention.sliding_window"] if any(windowed) else None,
-            **self.read_family_settings(files),
+def make_config(export: Export) -> dict[str, Any]:
+    """Return the keys of the file."""
+    config = qwen3_layer(export.drafter)
+    settings = export.settings
+    window = settings["window"]
+    windows = (
+        {}
+        if window is None
+        else {
+            "dflash.attention.sliding_window": window,
+            "dflash.attention.sliding_window_pattern": [True] * config["num_hidden_layers"],
         }
-        rows = files.tensors["d2t"].shape[0] if "d2t" in files.tensors else None
-        return FusedConfig(
-            layer_config(keys), list(keys["dflash.target_layers"]), {}, rows, settings
-        )
+    )
+    return {
+        "general.name": f"{block_family(export.layout).title} for {export.known_target.name}",
+        LAYER: config,
+        "dflash.block_size": settings["block_size"],
+        "dflash.target_layers": list(settings["layers"]),
+        "dflash.attention.causal": bool(settings["causal"]),
+        **windows,
+        **family_keys(export),
+        "tokenizer.ggml.mask_token_id": settings["mask_token_id"],
+    }
 
-    def reads_shifted_blocks(self, keys: dict[str, Any]) -> bool:
-        """Tell whether slot 0 of a block drafts too."""
-        return False
 
-    def read_family_settings(self, files: DrafterFiles) -> dict[str, Any]:
-        """Return the family's own settings from keys and tensors."""
-        keys = {key: f"dflash.{key}" for key in self.family.config_keys.values()}
-        return self.family.read_settings(
-            {key: files.config.get(name) for key, name in keys.items()}
-        )
-
-    def find_unsupported(self, files: DrafterFiles) -> str | None:
-        windowed = files.config.get("dflash.attention.sliding_window_pattern") or []
-        if len(set(windowed)) > 1:
-            return (
-                f"dflash.attention.sliding_window_pattern={windowed}: all layers of "
-                f"{self.choice} attend alike"
-            )
-        for key in ("logit_scale", "final_logit_softcapping", "embedding_scale"):
-            if f"dflash.{key}" in files.config:
-                return (
-                    f"dflash.{key}={files.config[f'dflash.{key}']}: {self.choice} has no such scale"
-                )
-        return super().find_unsupported(files) or find_foreign_rope(files)
-
-    def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
-        remedy = "write their rows as in transformers, because llama.cpp's DFlash rotates those"
-        yield unpermuted_interpretation(drafter, remedy, to_file=False)
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        unknown = sorted(
-            name
-            for name in drafter.tensors
-            if name not in ("d2t", "t2d") and self.native_name(self.layout_name(name)) != name
-        )
-        if unknown:
-            raise UserError(
-                f"{unknown[0]}: llama.cpp's {self.family.title} has no such tensor; train without "
-                "it, or use --to vllm"
-            )
-
-    def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
-    ) -> None:
-        target = require_target(target, "the file holds its tokenizer")
-        self.check_writable(drafter, target)
-        config = qwen3_layer(drafter)
-        settings = drafter.drafter
-        window = settings["window"]
-        windows = (
-            {}
-            if window is None
-            else {
-                "dflash.attention.sliding_window": window,
-                "dflash.attention.sliding_window_pattern": [True] * config["num_hidden_layers"],
-            }
-        )
-        keys = {
-            "general.name": f"{self.family.title} for {target.name}",
-            **size_keys("dflash", config),
-            "dflash.block_size": settings["block_size"],
-            "dflash.target_layers": list(settings["layers"]),
-            "dflash.attention.causal": bool(settings["causal"]),
-            **windows,
-            **self.family_keys(drafter),
-            "tokenizer.ggml.mask_token_id": settings["mask_token_id"],
-        }
-        tensors = drop_full_maps(drafter.tensors)
-        self.write_file(
-            directory, keys, self.layout_tensors(tensors) | rope_tensors(config), target
-        )
-
-    def family_keys(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the keys of the family's own settings."""
+def family_keys(export: Export) -> dict[str, Any]:
+    """Return the keys of the family's own settings."""
+    if export.layout.family is DSPARK:
         return {
-            f"dflash.{key}": drafter.drafter[setting]
-            for setting, key in self.family.config_keys.items()
+            "dflash.sample_from_anchor": bool(export.settings["sample_from_anchor"]),
+            "dflash.has_confidence_head": bool(export.settings["confidence"]),
         }
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {
-            "llamacpp": DrafterLaunch(self.spec_type, path, num_drafts(drafter), is_parallel=True)
-        }
+    keys = block_family(export.layout).config_keys
+    return {f"dflash.{key}": export.settings[setting] for setting, key in keys.items()}
 
 
-class GgufDFlash2(GgufDFlash):
-    """DFlash2 as llama.cpp reads it: a DFlash with convolutions over the block and a selector of
-    candidates.
-    """
-
-    title = "DFlash2, GGUF"
-    family = DFLASH2
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        super().check_writable(drafter, target)
-        top_k = drafter.drafter["selector_top_k"]
-        width = drafter.tensors["fc.weight"].shape[0]
-        if width < top_k * (top_k + 1):
-            raise UserError(
-                f"drafter.selector_top_k={top_k}: llama.cpp needs a width of "
-                f"{top_k * (top_k + 1)}, and the drafter has {width}; train with a lower one"
-            )
+def require_tokenizer(export: Export) -> None:
+    require_target(export.target, "the file holds its tokenizer")
 
 
-class GgufDSpark(GgufDFlash):
-    """DSpark as llama.cpp reads it: a DFlash with a vanilla Markov head and, where it has one, a
-    confidence head.
-    """
+def launch_blocks(
+    drafter: DrafterCheckpoint, files: TargetFiles, path: str
+) -> dict[str, DrafterLaunch]:
+    spec_type = "draft-dspark" if drafter.family == "dspark" else "draft-dflash"
+    count = num_drafts(drafter)
+    return {"llamacpp": DrafterLaunch(spec_type, path, count, is_parallel=True)}
 
-    title = "DSpark, GGUF"
-    family = DSPARK
-    spec_type = "draft-dspark"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.own_parts = ("conf_proj",)
+BLOCK_CHECKS = (check_block, check_names)
+# Queries and keys stay in transformers' order, which this model rotates.
+GGUF_DFLASH = FusedLayout(
+    title="DFlash, GGUF",
+    family=DFLASH,
+    container=Gguf("dflash"),
+    names=TensorNames(to_native, to_file),
+    matches=is_of_family,
+    parse=partial(parse_block, read_family=read_family_keys),
+    make_config=make_config,
+    foreign_parts=FOREIGN_PARTS,
+    obstacles=(
+        find_key_obstacle,
+        *OBSTACLES,
+        lambda layout, files: find_foreign_rope(files),
+    ),
+    file_checks=(block_findings,),
+    target_checks=(block_target_findings,),
+    write_checks=(require_tokenizer, *BLOCK_CHECKS),
+    misreadings=(
+        partial(
+            unpermuted_interpretation,
+            remedy="write their rows as in transformers, because llama.cpp's DFlash rotates those",
+            to_file=False,
+        ),
+    ),
+    launches=launch_blocks,
+)
 
-    def reads_shifted_blocks(self, keys: dict[str, Any]) -> bool:
-        return bool(keys.get("dflash.sample_from_anchor", True))
 
-    def read_family_settings(self, files: DrafterFiles) -> dict[str, Any]:
-        rank = files.tensors["markov_w1.weight"].shape[1]
-        return {
-            "markov_head": "vanilla",
-            "rank": rank,
-            "confidence": "conf_proj.weight" in files.tensors,
-        }
+def check_selector(export: Export) -> None:
+    """Raise UserError for more candidates than llama.cpp holds."""
+    top_k = export.settings["selector_top_k"]
+    width = export.tensors["fc.weight"].shape[0]
+    if width < top_k * (top_k + 1):
+        raise UserError(
+            f"drafter.selector_top_k={top_k}: llama.cpp needs a width of "
+            f"{top_k * (top_k + 1)}, and the drafter has {width}; train with a lower one"
+        )
 
-    def family_keys(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        return {
-            "dflash.sample_from_anchor": bool(drafter.drafter["sample_from_anchor"]),
-            "dflash.has_confidence_head": bool(drafter.drafter["confidence"]),
-        }
 
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        if drafter.drafter["markov_head"] != "vanilla":
-            raise UserError(
-                f"drafter.markov_head={drafter.drafter['markov_head']}: llama.cpp's DSpark has "
-                "only a vanilla Markov head; train with drafter.markov_head=vanilla"
-            )
-        super().check_writable(drafter, target)
+# A DFlash with convolutions over the block and a selector of candidates.
+GGUF_DFLASH2 = replace(
+    GGUF_DFLASH,
+    title="DFlash2, GGUF",
+    family=DFLASH2,
+    write_checks=(require_tokenizer, *BLOCK_CHECKS, check_selector),
+)
+
+
+def check_markov_head(export: Export) -> None:
+    """Raise UserError for a Markov head that llama.cpp lacks."""
+    if export.settings["markov_head"] != "vanilla":
+        raise UserError(
+            f"drafter.markov_head={export.settings['markov_head']}: llama.cpp's DSpark has "
+            "only a vanilla Markov head; train with drafter.markov_head=vanilla"
+        )
+
+
+# A DFlash with a vanilla Markov head and, where it has one, a confidence head.
+GGUF_DSPARK = replace(
+    GGUF_DFLASH,
+    title="DSpark, GGUF",
+    family=DSPARK,
+    parse=partial(parse_block, read_family=read_dspark),
+    write_checks=(require_tokenizer, check_markov_head, *BLOCK_CHECKS),
+)

@@ -1,16 +1,15 @@
-"""What all GGUF layouts share: the file, llama.cpp's names of a layer's sizes, and the order of
+"""The container of llama.cpp, one GGUF file: its names of a layer's sizes, and the order of
 queries and keys.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from spectrain.errors import UserError
 from spectrain.models.rope import read_rope
 from spectrain.servers.llamacpp_command import DRAFTER_FILE
 
-from .fused import FusedLayout
+from .container import Container, Finding, Rename
+from .drafter_files import DrafterFiles
 from .gguf_file import (
     WEIGHT_TYPES,
     TensorSource,
@@ -30,14 +30,7 @@ from .gguf_file import (
     write_gguf,
 )
 from .gguf_tokenizer import tokenizer_keys
-from .layout import (
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    Interpretation,
-    Layout,
-)
+from .layout import DrafterCheckpoint, Interpretation
 from .targets import TargetFiles
 from .vocabulary import target_ids
 
@@ -72,14 +65,22 @@ LAYER_NAMES = {
 ROPE_KEY = "spectrain.rope_parameters"
 """The rotary embedding as JSON, which llama.cpp's own keys do not determine where it is scaled."""
 ROPE_FACTORS = "rope_freqs.weight"
+LAYER = "layer"
+"""Entry of the settings to write that holds the transformers configuration of the layers."""
 
 
-class GgufLayout(Layout):
-    """A directory with one GGUF file; its keys are `files.config`."""
+@dataclass(frozen=True)
+class Gguf(Container):
+    """A directory with one GGUF file; its keys are `files.config`.
 
-    mixes_dtypes = True
-    architecture: ClassVar[str]  # llama.cpp's name of the model
+    d2t holds ids of the target in the file and offsets here.
+    """
+
+    architecture: str | None  # llama.cpp's name of the model
+    interleaves: bool = False  # whether it rotates neighbours, which reorders queries and keys
     dtype: str | None = None  # type of the matrices; None keeps their own
+    mixes_dtypes = True
+    ignored_tensors = (ROPE_FACTORS,)
 
     def read_files(self, directory: Path) -> DrafterFiles:
         reader = open_gguf(find_gguf(directory))
@@ -89,35 +90,51 @@ class GgufLayout(Layout):
         """Keys of a GGUF file are numbers and texts, which construct nothing."""
         return
 
-    def matches_files(self, files: DrafterFiles) -> bool:
+    def holds(self, files: DrafterFiles) -> bool:
         return files.config.get("general.architecture") == self.architecture
 
-    def with_dtype(self, dtype: str) -> Layout:
+    def with_dtype(self, dtype: str) -> Gguf:
         if dtype not in WEIGHT_TYPES:
             raise UserError(
                 f"dtype={dtype}: a GGUF file has no such type here; use {', '.join(WEIGHT_TYPES)}"
             )
-        layout = copy.copy(self)
-        layout.dtype = dtype
-        return layout
+        return replace(self, dtype=dtype)
 
-    def write_file(
-        self, directory: Path, keys: dict[str, Any], tensors: dict[str, Tensor], target: TargetFiles
+    def read_tensors(self, files: DrafterFiles, to_native: Rename) -> dict[str, Tensor]:
+        tensors = super().read_tensors(files, to_native)
+        # The settings of the rotary embedding, which the file holds too, determine these.
+        tensors.pop(ROPE_FACTORS, None)
+        if "d2t" in tensors:
+            tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
+        if self.interleaves:
+            return convert_heads(tensors, layer_config(files.config), to_file=False)
+        return tensors
+
+    def write(
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        to_file: Rename,
+        target: TargetFiles | None,
     ) -> None:
         """Write the file of a drafter with its target's tokenizer."""
+        assert target is not None and self.architecture is not None
+        keys = tokenizer_keys(target)
+        for key, value in config.items():
+            keys |= size_keys(self.architecture, value) if key == LAYER else {key: value}
+        if self.interleaves:
+            tensors = convert_heads(tensors, config[LAYER], to_file=True)
+        stored = {to_file(name): tensor for name, tensor in tensors.items() if name != "t2d"}
+        if "d2t" in stored:
+            stored["d2t"] = target_ids(stored["d2t"])
+        stored |= rope_tensors(config[LAYER])
         sources = {
-            name: TensorSource.from_tensor(tensors[name].detach().cpu()) for name in sorted(tensors)
+            name: TensorSource.from_tensor(stored[name].detach().cpu()) for name in sorted(stored)
         }
-        write_gguf(
-            directory / DRAFTER_FILE,
-            self.architecture,
-            tokenizer_keys(target) | keys,
-            sources,
-            self.dtype,
-        )
+        write_gguf(directory / DRAFTER_FILE, self.architecture, keys, sources, self.dtype)
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
-        yield from super().findings_with_target(files, target)
         keys = read_keys(open_gguf(find_gguf(files.directory)), with_vocabulary=True)
         names = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
         if [keys.get(name) for name in names] != [
@@ -132,30 +149,6 @@ class GgufLayout(Layout):
                 "write it again for this target: spectrain convert DIR OUT --to gguf --target "
                 "TARGET",
             )
-
-
-class GgufFusedLayout(GgufLayout, FusedLayout):
-    """A drafter over fused target features, whose d2t holds ids of the target in the file and
-    offsets here.
-    """
-
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        tensors = super().native_tensors(files)
-        # The settings of the rotary embedding, which the file holds too, determine these.
-        tensors.pop(ROPE_FACTORS, None)
-        if "d2t" in tensors:
-            tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
-        return tensors
-
-    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected = super().expected_tensors(files)
-        return replace(expected, ignored=(*expected.ignored, ROPE_FACTORS))
-
-    def layout_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
-        if "d2t" in kept:
-            kept["d2t"] = target_ids(kept["d2t"])
-        return super().layout_tensors(kept)
 
 
 def size_keys(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

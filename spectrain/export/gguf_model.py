@@ -24,11 +24,13 @@ from spectrain.models.checked_tensors import open_tensors
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 
-from .fused import HEAD
+from .container import Finding
+from .drafter_files import DrafterFiles
+from .fused_config import HEAD
 from .gguf_file import TensorSource, write_gguf
 from .gguf_layout import (
     ROPE_FACTORS,
-    GgufLayout,
+    Gguf,
     convert_heads,
     find_foreign_rope,
     layer_config,
@@ -37,17 +39,17 @@ from .gguf_layout import (
     unpermuted_interpretation,
 )
 from .gguf_tokenizer import tokenizer_keys
-from .huggingface import CAUSAL_CLASS, MODEL_PREFIX, STOP_HEAD_PREFIX
+from .huggingface import MODEL_PREFIX, STOP_HEAD_PREFIX
 from .layout import (
     CHAIN_TOKENS,
     DrafterCheckpoint,
-    DrafterFiles,
     ExpectedTensors,
-    Finding,
     Interpretation,
+    Layout,
+    make_checkpoint,
     require_target,
 )
-from .targets import LOADERS, TargetFiles
+from .targets import BUNDLED_TARGETS, TargetFiles
 
 MODEL_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """Model type, in transformers and in GGUF -> the name of its tensors' table in the package gguf."""
@@ -62,10 +64,11 @@ UNSUPPORTED_KEYS = {
 """Key of a configuration -> the only value of it that llama.cpp's classes have."""
 
 
-class GgufModel(GgufLayout):
+class GgufModel(Layout):
     """A complete model with the target's tokenizer, which drafts one token per forward."""
 
     title = "draft model, GGUF"
+    container: Gguf = Gguf(None)  # its architecture is that of the model
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("general.architecture") in MODEL_ARCHITECTURES
@@ -96,7 +99,6 @@ class GgufModel(GgufLayout):
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         if (problem := find_foreign_rope(files)) is not None:
             raise UserError(f"{files.directory}: {problem}")
-        metadata = files.read_metadata()
         config = model_config(files)
         own_names = {name: ours for ours, name in map_names(config).items()}
         tensors = {
@@ -105,12 +107,8 @@ class GgufModel(GgufLayout):
         if config["model_type"] in INTERLEAVED_TYPES:
             tensors = convert_heads(tensors, config, to_file=False)
         settings = {"architecture": config, "num_layers": None, "model": None}
-        return DrafterCheckpoint(
-            {"_target_": CAUSAL_CLASS, **metadata.drafter, **settings},
-            {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
-            metadata.target,
-            description=metadata.description,
-        )
+        prefixed = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+        return make_checkpoint(files, "causal", settings, prefixed)
 
     def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
         if drafter.drafter["architecture"]["model_type"] in INTERLEAVED_TYPES:
@@ -133,7 +131,7 @@ class GgufModel(GgufLayout):
         }
         config = complete_config(drafter.drafter["architecture"])
         keys = {"general.name": f"draft model for {target.name}"} | tokenizer_keys(target)
-        write_model(directory / DRAFTER_FILE, config, tensors, keys, self.dtype)
+        write_model(directory / DRAFTER_FILE, config, tensors, keys, self.container.dtype)
 
     def drafter_launches(
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
@@ -141,21 +139,29 @@ class GgufModel(GgufLayout):
         return {"llamacpp": DrafterLaunch("draft-simple", path, CHAIN_TOKENS)}
 
 
+GGUF_MODEL = GgufModel()
+
+
 def write_target(target: TargetFiles, directory: Path, dtype: str | None) -> Path:
     """Write a target's own weights as `TARGET_FILE`, one tensor after the other; return the
     path.
     """
-    layout = GgufModel() if dtype is None else GgufModel().with_dtype(dtype)
-    assert isinstance(layout, GgufModel)
+    container = GGUF_MODEL.container if dtype is None else GGUF_MODEL.container.with_dtype(dtype)
     config = complete_config(target.config.to_dict())
     keys = {"general.name": target.name} | tokenizer_keys(target)
-    write_model(directory / TARGET_FILE, config, list_weights(target.directory), keys, layout.dtype)
+    write_model(
+        directory / TARGET_FILE, config, list_weights(target.directory), keys, container.dtype
+    )
     return directory / TARGET_FILE
 
 
 def has_own_file(target: TargetFiles, requested: str | None) -> bool:
     """Tell whether llama.cpp is given the target's own GGUF file, as it is."""
-    return target.gguf_file is not None and target.reference not in LOADERS and requested is None
+    return (
+        target.gguf_file is not None
+        and target.reference not in BUNDLED_TARGETS
+        and requested is None
+    )
 
 
 def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> Path:

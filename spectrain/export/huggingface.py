@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -16,21 +15,18 @@ from spectrain.errors import UserError
 from spectrain.models.load_errors import explain_load_error
 from spectrain.servers.commands import DrafterLaunch
 
+from .container import Finding
+from .drafter_files import DrafterFiles, write_json, write_tensors
 from .layout import (
     CHAIN_TOKENS,
     DrafterCheckpoint,
-    DrafterFiles,
     ExpectedTensors,
-    Finding,
     Layout,
+    make_checkpoint,
     require_target,
-    write_json,
-    write_tensors,
 )
 from .targets import TargetFiles
 
-CAUSAL_CLASS = "spectrain.drafters.causal.Causal"
-PARD_CLASS = "spectrain.drafters.pard.Pard"
 MODEL_PREFIX = "model.model."  # of the inner model's tensors in a drafter
 STOP_HEAD_PREFIX = "stop_head."
 
@@ -94,10 +90,10 @@ class HuggingFaceLayout(Layout):
             if key not in ("spd_type", "pard_token")
         }
         tensors = {MODEL_PREFIX + name: tensor for name, tensor in files.tensors.items()}
-        drafter: dict[str, Any] = {"_target_": CAUSAL_CLASS, **metadata.drafter}
-        drafter |= {"architecture": architecture, "num_layers": None, "model": None}
+        settings = {"architecture": architecture, "num_layers": None, "model": None}
+        family = "causal"
         if files.config.get("spd_type") == "pard":
-            drafter["_target_"] = PARD_CLASS
+            family = "pard"
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             token = files.config["pard_token"]
             tensors["mask"] = tensors[name][token : token + 1].clone()
@@ -105,9 +101,7 @@ class HuggingFaceLayout(Layout):
             if row is not None:  # the row that the mask replaced
                 tensors[name] = tensors[name].clone()
                 tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
-        return DrafterCheckpoint(
-            drafter, tensors, metadata.target, description=metadata.description
-        )
+        return make_checkpoint(files, family, settings, tensors)
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
@@ -182,6 +176,9 @@ class HuggingFaceLayout(Layout):
                 target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{path}")'
             )
         }
+
+
+HUGGINGFACE = HuggingFaceLayout()
 
 
 def generate_snippet(

@@ -1,7 +1,7 @@
 """The table of export layouts. A new layout is its own file and one line here, before any layout
 whose `matches_files` accepts its files: help, completion, converter and linter read it.
 
-The table names classes as text, so that listing the formats imports no layout.
+The table names layouts as text, so that listing the formats imports no layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .table import SCORE_WITHOUT_ENGINE, TableRow, insert_rows, list_packages
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .layout import DrafterFiles, Layout
+    from .drafter_files import DrafterFiles
+    from .layout import Layout
 
 
 NATIVE_FAMILIES = (
@@ -26,37 +27,37 @@ NATIVE_FAMILIES = (
     *(package.native_families for package in list_packages()),
 )
 CORE_LAYOUTS = (
-    TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
-    TableRow("gguf_dflash.GgufDFlash2", "gguf", "dflash2", ".gguf"),
-    TableRow("gguf_dflash.GgufDSpark", "gguf", "dspark", ".gguf"),
-    TableRow("gguf_dflash.GgufDFlash", "gguf", "dflash", ".gguf"),
-    TableRow("gguf_model.GgufModel", "gguf", "causal", ".gguf"),
-    TableRow("openvino.OpenVinoDFlash", "openvino", "dflash"),
-    TableRow("openvino.OpenVinoEagle3", "openvino", "eagle3"),
-    TableRow("openvino.OpenVinoModel", "openvino", "causal"),
-    TableRow("speculators.SpeculatorsEagle3", "vllm", "eagle3"),
-    TableRow("peagle.SpeculatorsPEagle", "vllm", "peagle"),
-    TableRow("dflash_speculators.SpeculatorsDFlash", "vllm", "dflash"),
-    TableRow("dflash_speculators.SpeculatorsDFlash2", "vllm", "dflash2"),
-    TableRow("dflash_speculators.SpeculatorsDSpark", "vllm", "dspark"),
-    TableRow("medusa.VllmMedusa", "vllm", "medusa"),
-    TableRow("eagle1.NestedEagle1", "", ""),
-    TableRow("eagle1.VllmEagle1", "vllm", "eagle1"),
-    TableRow("dflash_flat.FlatDFlash2", "sglang flat", "dflash2"),
-    TableRow("dflash_flat.FlatLiLiCorr", "vllm sglang flat", "lilicorr"),
-    TableRow("dflash_flat.FlatDSpark", "sglang flat", "dspark"),
-    TableRow("dflash_flat.FlatDFlash", "sglang flat", "dflash"),
-    TableRow("eagle1.SglangEagle1", "sglang", "eagle1"),
-    TableRow("eagle1.OriginalEagle1", "eagle", "eagle1"),
-    TableRow("medusa.OriginalMedusa", "medusa", "medusa"),
-    TableRow("dflash_flat.TransformersDFlash", "hf", "dflash"),
-    TableRow("peagle.FlatPEagle", "flat", "peagle"),
-    TableRow("flat.FlatEagle3", "sglang flat tensorrt", "eagle3"),
-    TableRow("tensorrt.TensorRtMedusa", "tensorrt", "medusa"),
-    TableRow("mtp.MtpTargetLayout", "mtp", "mtp"),
-    TableRow("huggingface.HuggingFaceLayout", "vllm sglang hf", "causal pard early_exit"),
-    TableRow("uno.UnoLayout", "uno", "uno"),
-    TableRow("native.NativeLayout", "spectrain", " ".join(NATIVE_FAMILIES)),
+    TableRow("gguf_eagle3.GGUF_EAGLE3", "gguf", "eagle3", ".gguf"),
+    TableRow("gguf_dflash.GGUF_DFLASH2", "gguf", "dflash2", ".gguf"),
+    TableRow("gguf_dflash.GGUF_DSPARK", "gguf", "dspark", ".gguf"),
+    TableRow("gguf_dflash.GGUF_DFLASH", "gguf", "dflash", ".gguf"),
+    TableRow("gguf_model.GGUF_MODEL", "gguf", "causal", ".gguf"),
+    TableRow("openvino.OPENVINO_DFLASH", "openvino", "dflash"),
+    TableRow("openvino.OPENVINO_EAGLE3", "openvino", "eagle3"),
+    TableRow("openvino.OPENVINO_MODEL", "openvino", "causal"),
+    TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
+    TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),
+    TableRow("dflash_speculators.SPECULATORS_DFLASH", "vllm", "dflash"),
+    TableRow("dflash_speculators.SPECULATORS_DFLASH2", "vllm", "dflash2"),
+    TableRow("dflash_speculators.SPECULATORS_DSPARK", "vllm", "dspark"),
+    TableRow("medusa.VLLM_MEDUSA", "vllm", "medusa"),
+    TableRow("eagle1.NESTED_EAGLE1", "", ""),
+    TableRow("eagle1.VLLM_EAGLE1", "vllm", "eagle1"),
+    TableRow("dflash_flat.FLAT_DFLASH2", "sglang flat", "dflash2"),
+    TableRow("dflash_flat.FLAT_LILICORR", "vllm sglang flat", "lilicorr"),
+    TableRow("dflash_flat.FLAT_DSPARK", "sglang flat", "dspark"),
+    TableRow("dflash_flat.FLAT_DFLASH", "sglang flat", "dflash"),
+    TableRow("eagle1.SGLANG_EAGLE1", "sglang", "eagle1"),
+    TableRow("eagle1.ORIGINAL_EAGLE1", "eagle", "eagle1"),
+    TableRow("medusa.ORIGINAL_MEDUSA", "medusa", "medusa"),
+    TableRow("dflash_flat.TRANSFORMERS_DFLASH", "hf", "dflash"),
+    TableRow("peagle.FLAT_PEAGLE", "flat", "peagle"),
+    TableRow("flat.FLAT_EAGLE3", "sglang flat tensorrt", "eagle3"),
+    TableRow("medusa.TENSORRT_MEDUSA", "tensorrt", "medusa"),
+    TableRow("mtp.MTP_TARGET", "mtp", "mtp"),
+    TableRow("huggingface.HUGGINGFACE", "vllm sglang hf", "causal pard early_exit"),
+    TableRow("uno.UNO", "uno", "uno"),
+    TableRow("native.NATIVE", "spectrain", " ".join(NATIVE_FAMILIES)),
 )
 LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one
@@ -86,9 +87,9 @@ SERVING_HINTS = {
 @cache
 def load_layout(row: TableRow) -> Layout:
     """Import the file of a row and return its layout."""
-    module, _, class_name = row.class_path.rpartition(".")
+    module, _, name = row.path.rpartition(".")
     path = module if "." in module else f"{__package__}.{module}"
-    layout: Layout = getattr(importlib.import_module(path), class_name)()
+    layout: Layout = getattr(importlib.import_module(path), name)
     return layout
 
 
@@ -98,8 +99,8 @@ def read_files(directory: Path) -> DrafterFiles:
     suffixes = set() if has_config else {path.suffix for path in directory.glob("*")} & OWN_SUFFIXES
     row = next((row for row in LAYOUTS if row.suffix in suffixes), None)
     if row is not None:
-        return load_layout(row).read_files(directory)
-    from .layout import DrafterFiles
+        return load_layout(row).container.read_files(directory)
+    from .drafter_files import DrafterFiles
 
     return DrafterFiles.from_directory(directory)
 

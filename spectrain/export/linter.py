@@ -22,14 +22,9 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
 from .command_only_findings import check_command_only
-from .layout import (
-    MALFORMED_ERRORS,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    Layout,
-    RefusedSettings,
-)
+from .container import Finding
+from .drafter_files import DrafterFiles
+from .layout import MALFORMED_ERRORS, ExpectedTensors, Layout, RefusedSettings
 from .layouts import detect_layout, read_files
 from .loading_check import check_loading
 from .targets import TargetFiles, tokenizer_hash
@@ -219,7 +214,7 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
                 "a loader filled in a tensor that it did not find",
                 "convert again from the original files",
             )
-    if len(names_by_dtype) > 1 and not layout.mixes_dtypes:
+    if len(names_by_dtype) > 1 and not layout.container.mixes_dtypes:
         dtypes = ", ".join(
             f"{name} is {str(dtype).removeprefix('torch.')}"
             for dtype, name in names_by_dtype.items()

@@ -9,8 +9,9 @@ from spectrain.config.check import check_node
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import find_mismatches
 
-from .fused import build_meta_drafter
-from .layout import METADATA_FILE, DrafterCheckpoint, DrafterFiles, Layout, MissingTarget
+from .drafter_files import METADATA_FILE, DrafterFiles
+from .fused_config import build_meta_drafter
+from .layout import DrafterCheckpoint, Layout, MissingTarget
 from .targets import TargetFiles
 
 
@@ -25,7 +26,7 @@ def check_settings(files: DrafterFiles, drafter: DrafterCheckpoint) -> None:
                 f"{files.directory / METADATA_FILE}: drafter.{key}={str(value)[:100]}, and the "
                 f"other files have {current}; leave it out"
             )
-    check_node("drafter", drafter.drafter)
+    check_node("drafter", drafter.spec.node)
     for group in ("tree", "acceptance"):
         GroupSpec.from_node(group, drafter.description.get(group)).build()
 
@@ -47,7 +48,7 @@ def check_loading(files: DrafterFiles, layout: Layout, target: TargetFiles | Non
     target = target or find_local_target(drafter.target)
     if target is None or drafter.is_target or layout.holds_target or layout.builds_drafter:
         return
-    module = build_meta_drafter(drafter.drafter, target.build_meta_target())
+    module = build_meta_drafter(drafter.spec, target.build_meta_target())
     names = {there: name for name, (_, there) in module.saved.layout.items()}
     tensors = {names.get(name, name): tensor for name, tensor in drafter.tensors.items()}
     for _, fault in find_mismatches(module, tensors):

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.config.build import build
 from spectrain.data.chat import tokenize_question
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance import Greedy
@@ -32,7 +31,8 @@ from spectrain.models.target import Target
 from spectrain.training.checkpoints import find_mismatches, load_tensors
 from spectrain.trees import Chain
 
-from .layout import DrafterCheckpoint, Finding, Interpretation, Layout
+from .container import Finding
+from .layout import DrafterCheckpoint, Interpretation, Layout
 from .targets import TargetFiles
 
 NUM_PROMPTS = 16
@@ -59,7 +59,7 @@ def find_misinterpretation(
     """
     if drafter.family not in INTERPRETATIONS:
         return []
-    target: Target = build(files.settings)
+    target: Target = files.spec.build()
     target.pack_weights()
     for _, fault in find_mismatches(build_drafter(drafter, target), drafter.tensors):
         return [
@@ -208,9 +208,8 @@ def load_drafter(drafter: DrafterCheckpoint, target: Target) -> VocabularyDrafte
 
 def build_drafter(drafter: DrafterCheckpoint, target: Target) -> VocabularyDrafter:
     """Return the module that a drafter's settings construct, without its weights."""
-    module: VocabularyDrafter = build(
-        {**drafter.drafter, **MEASUREMENT_SETTINGS.get(drafter.family, {})}, target=target
-    )
+    spec = drafter.spec.with_settings(**MEASUREMENT_SETTINGS.get(drafter.family, {}))
+    module: VocabularyDrafter = spec.build(target=target)
     return module
 
 

@@ -1,5 +1,5 @@
-"""The layouts of Medusa by its authors (FasterDecoding) and vLLM. Sizes: H width of the target, V
-its vocabulary, K heads, L blocks a head.
+"""The layouts of Medusa by its authors (FasterDecoding), vLLM and TensorRT-LLM. Sizes: H width of
+the target, V its vocabulary, K heads, L blocks a head.
 
 The authors' tensors are `{head}.{block}.linear.weight` and `.bias`, then the head's output layer as
 `{head}.{L}.weight`. Version 2 lacks the latter: every head ends in the target's own output layer.
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,16 +18,9 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .layout import (
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    Layout,
-    MissingTarget,
-    write_json,
-    write_tensors,
-)
+from .container import Finding
+from .drafter_files import DrafterFiles, write_json, write_tensors
+from .layout import DrafterCheckpoint, ExpectedTensors, Layout, MissingTarget, make_checkpoint
 from .targets import TargetFiles
 from .vocabulary import add_maps, check_vocabulary, target_ids
 
@@ -36,62 +28,66 @@ MAX_COUNT = 64
 """Heads, and blocks of a head, that drafter=medusa has at most."""
 
 
-class MedusaLayout(Layout):
-    """The base of Medusa's layouts, which differ in the names of tensors and in config.json."""
+def name_tensors(heads: int, layers: int, block_name: str, head_name: str) -> dict[str, str]:
+    """Return the file's name of every tensor, by spectrain's name; raise ValueError for counts that
+    no drafter has.
 
-    block_name: ClassVar[str]  # the name of a tensor of a block
-    head_name: ClassVar[str]  # the name of a head's output layer
-
-    def file_names(self, heads: int, layers: int) -> dict[str, str]:
-        """Return the layout's name of every tensor, by spectrain's name; raise ValueError for
-        counts that no drafter has.
-        """
-        for count in (heads, layers):
-            if not 0 <= count <= MAX_COUNT:
-                raise ValueError(
-                    f"{count} heads or blocks, and there are {MAX_COUNT} of each at most"
-                )
-        names = {
-            f"heads.{head}.blocks.{layer}.linear.{kind}": self.block_name.format(
-                head=head, layer=layer, kind=kind
-            )
-            for head in range(heads)
-            for layer in range(layers)
-            for kind in ("weight", "bias")
-        }
-        return names | {
-            f"heads.{head}.lm_head.weight": self.head_name.format(head=head, layers=layers)
-            for head in range(heads)
-        }
-
-    def make_checkpoint(
-        self, files: DrafterFiles, tensors: dict[str, Tensor], vocab: int | None, target: str | None
-    ) -> DrafterCheckpoint:
-        """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
-        rows = len(tensors["heads.0.lm_head.weight"])
-        metadata = files.read_metadata()
-        add_maps(tensors, rows, vocab or rows)
-        drafter: dict[str, Any] = {
-            "_target_": "spectrain.drafters.medusa.Medusa",
-            **metadata.drafter,
-        }
-        heads, blocks = (
-            {name.split(".")[index] for name in tensors if ".blocks." in name} for index in (1, 3)
+    `block_name` is the name of a tensor of a block, `head_name` that of a head's output layer.
+    """
+    for count in (heads, layers):
+        if not 0 <= count <= MAX_COUNT:
+            raise ValueError(f"{count} heads or blocks, and there are {MAX_COUNT} of each at most")
+    names = {
+        f"heads.{head}.blocks.{layer}.linear.{kind}": block_name.format(
+            head=head, layer=layer, kind=kind
         )
-        drafter |= {"num_heads": len(heads), "num_layers": len(blocks), "vocab_size": rows}
-        reference = metadata.target if target is None else target
-        return DrafterCheckpoint(drafter, tensors, reference, description=metadata.description)
+        for head in range(heads)
+        for layer in range(layers)
+        for kind in ("weight", "bias")
+    }
+    return names | {
+        f"heads.{head}.lm_head.weight": head_name.format(head=head, layers=layers)
+        for head in range(heads)
+    }
 
 
-class OriginalMedusa(MedusaLayout):
-    """The authors' layout."""
+def original_names(heads: int, layers: int) -> dict[str, str]:
+    """Return the authors' name of every tensor, by spectrain's name."""
+    return name_tensors(heads, layers, "{head}.{layer}.linear.{kind}", "{head}.{layers}.weight")
 
-    title = "Medusa, original layout"
-    block_name = "{head}.{layer}.linear.{kind}"
-    head_name = "{head}.{layers}.weight"
+
+def vllm_names(heads: int, layers: int) -> dict[str, str]:
+    """Return vLLM's name of every tensor, by spectrain's name."""
+    block_name = "blocks.{head}.layers.{layer}.{kind}"
+    return name_tensors(heads, layers, block_name, "lm_heads.{head}.weight")
+
+
+def make_medusa(
+    files: DrafterFiles, tensors: dict[str, Tensor], vocab: int | None, target: str | None
+) -> DrafterCheckpoint:
+    """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
+    rows = len(tensors["heads.0.lm_head.weight"])
+    add_maps(tensors, rows, vocab or rows)
+    heads, blocks = (
+        {name.split(".")[index] for name in tensors if ".blocks." in name} for index in (1, 3)
+    )
+    settings = {"num_heads": len(heads), "num_layers": len(blocks), "vocab_size": rows}
+    drafter = make_checkpoint(files, "medusa", settings, tensors)
+    return drafter if target is None else replace(drafter, target=target)
+
+
+@dataclass(eq=False)
+class OriginalMedusa(Layout):
+    """The authors' layout, and TensorRT-LLM's, whose config.json has another key for the number of
+    heads and which unpickles a copy of the weights.
+    """
+
+    title: str = "Medusa, original layout"
+    heads_key: str = "medusa_num_heads"
+    pickled_names: tuple[str, ...] = ()
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return "medusa_num_heads" in files.config
+        return self.heads_key in files.config
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         tensors = strip_prefix(files)
@@ -102,7 +98,7 @@ class OriginalMedusa(MedusaLayout):
             if any(name.startswith("medusa_heads.") for name in files.tensors)
             else ""
         )
-        names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
+        names = original_names(int(files.config[self.heads_key]), num_layers(files))
         return ExpectedTensors(
             {
                 prefix + name: medusa_shape(native, width, rows)
@@ -121,23 +117,21 @@ class OriginalMedusa(MedusaLayout):
                 )
             dtype = tensors["0.0.linear.weight"].dtype
             head = target.load_head()
-            for number in range(int(files.config["medusa_num_heads"])):
+            for number in range(int(files.config[self.heads_key])):
                 tensors[f"{number}.{num_layers(files)}.weight"] = head.to(dtype, copy=True)
-        names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
+        names = original_names(int(files.config[self.heads_key]), num_layers(files))
         native = {ours: tensors[name] for ours, name in names.items()}
-        return self.make_checkpoint(
-            files, native, None, files.config.get("base_model_name_or_path")
-        )
+        return make_medusa(files, native, None, files.config.get("base_model_name_or_path"))
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config = files.config
         tensors = strip_prefix(files)
         heads = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdigit()}
-        if heads and len(heads) != config["medusa_num_heads"]:
+        if heads and len(heads) != config[self.heads_key]:
             yield Finding(
                 "head-count",
                 "error",
-                (f"medusa_num_heads={config['medusa_num_heads']} and there are {len(heads)} heads"),
+                (f"medusa_num_heads={config[self.heads_key]} and there are {len(heads)} heads"),
                 "the original loader silently leaves missing heads at their initialization",
                 f"write medusa_num_heads={len(heads)}, or add the heads",
             )
@@ -156,16 +150,18 @@ class OriginalMedusa(MedusaLayout):
                 f"token map; use --to vllm, or train with drafter.vocab_size={vocab}"
             )
         config = {
-            "medusa_num_heads": heads,
+            self.heads_key: heads,
             "medusa_num_layers": layers,
             "base_model_name_or_path": target.engine_path if target is not None else drafter.target,
         }
         write_json(directory / "config.json", config)
-        renamed = {name: tensors[native] for native, name in self.file_names(heads, layers).items()}
+        renamed = {name: tensors[native] for native, name in original_names(heads, layers).items()}
         write_tensors(directory / "medusa_lm_head.safetensors", renamed)
+        for name in self.pickled_names:
+            torch.save(DrafterFiles.from_directory(directory).tensors, directory / name)
 
 
-class VllmMedusa(MedusaLayout):
+class VllmMedusa(Layout):
     """vLLM's layout: `blocks.{head}.layers.{block}` and `lm_heads.{head}`, or a single `lm_head`
     for all heads.
 
@@ -176,8 +172,6 @@ class VllmMedusa(MedusaLayout):
     """
 
     title = "Medusa, vLLM layout"
-    block_name = "blocks.{head}.layers.{layer}.{kind}"
-    head_name = "lm_heads.{head}.weight"
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return files.config.get("model_type") == "medusa" or "MedusaModel" in (
@@ -187,11 +181,11 @@ class VllmMedusa(MedusaLayout):
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = files.config
         if has_original_names(files):
-            return OriginalMedusa().expected_tensors(as_original(files))
+            return ORIGINAL_MEDUSA.expected_tensors(as_original(files))
         rows = map_rows = config.get("truncated_vocab_size") or config["vocab_size"]
         if "d2t" in files.tensors:
             rows = config["vocab_size"]
-        names = self.file_names(config["num_heads"], config["num_hidden_layers"])
+        names = vllm_names(config["num_heads"], config["num_hidden_layers"])
         shapes = {
             name: medusa_shape(native, config["hidden_size"], rows)
             for native, name in names.items()
@@ -212,7 +206,7 @@ class VllmMedusa(MedusaLayout):
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         if has_original_names(files):
-            return OriginalMedusa().read(as_original(files), target)
+            return ORIGINAL_MEDUSA.read(as_original(files), target)
         config = files.config
         tensors = {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
         if config.get("logit_scale", 1.0) != 1.0:
@@ -226,7 +220,7 @@ class VllmMedusa(MedusaLayout):
             else None
         )
         native: dict[str, Tensor] = {}
-        for ours, name in self.file_names(config["num_heads"], config["num_hidden_layers"]).items():
+        for ours, name in vllm_names(config["num_heads"], config["num_hidden_layers"]).items():
             if ours.endswith("lm_head.weight"):
                 head = tensors[name] if shared is None else shared.clone()
                 native[ours] = head[target_ids(tensors["d2t"])] if "d2t" in tensors else head
@@ -241,7 +235,7 @@ class VllmMedusa(MedusaLayout):
         elif "token_map" in tensors:
             ids = tensors["token_map"].to(torch.int64)
             native["d2t"] = ids - torch.arange(len(ids))
-        return self.make_checkpoint(files, native, int(config["vocab_size"]), None)
+        return make_medusa(files, native, int(config["vocab_size"]), None)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, files.tensors
@@ -317,7 +311,7 @@ class VllmMedusa(MedusaLayout):
         heads = drafter.drafter["num_heads"]
         layers = drafter.drafter["num_layers"]
         vocab = len(tensors["t2d"])
-        names = self.file_names(heads, layers)
+        names = vllm_names(heads, layers)
         renamed = {
             name: fill_rows(tensors[native], tensors["d2t"], vocab)
             if native.endswith("lm_head.weight")
@@ -346,6 +340,13 @@ class VllmMedusa(MedusaLayout):
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
     ) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch("medusa", path, drafter.drafter["num_heads"])}
+
+
+ORIGINAL_MEDUSA = OriginalMedusa()
+TENSORRT_MEDUSA = OriginalMedusa(
+    "Medusa, TensorRT-LLM's layout", "num_medusa_heads", ("medusa_lm_head.pt",)
+)
+VLLM_MEDUSA = VllmMedusa()
 
 
 def strip_prefix(files: DrafterFiles) -> dict[str, Tensor]:

@@ -26,18 +26,11 @@ from spectrain.models.architectures.mtp import (
 from spectrain.models.checkpoint_files import INDEX_FILE
 from spectrain.servers.commands import DrafterLaunch
 
+from .drafter_files import DrafterFiles, write_json
 from .huggingface import generate_snippet
-from .layout import (
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Layout,
-    require_target,
-    write_json,
-)
+from .layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint, require_target
 from .targets import TargetFiles
 
-MTP_CLASS = "spectrain.drafters.mtp.Mtp"
 MTP_SHARD = "model-mtp.safetensors"
 SKIPPED_FILES = ("README.md", ".gitattributes", INDEX_FILE, "config.json")
 """Files of the target that are not copied."""
@@ -64,7 +57,6 @@ class MtpTargetLayout(Layout):
         )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        metadata = files.read_metadata()
         checkpoint = CheckpointReader(files.directory)
         layout = find_layout(files.tensors)
         assert layout is not None
@@ -73,11 +65,9 @@ class MtpTargetLayout(Layout):
             name.removeprefix(prefix): files.tensors[name]
             for name in checkpoint.layer_tensor_names(layout, prefix)
         }
-        drafter: dict[str, Any] = {"_target_": MTP_CLASS, **metadata.drafter, "start": "new"}
-        reference = metadata.target or str(files.directory)
-        return DrafterCheckpoint(
-            drafter, layout.to_internal(tensors), reference, description=metadata.description
-        )
+        reference = files.read_metadata().target or str(files.directory)
+        native = layout.to_internal(tensors)
+        return make_checkpoint(files, "mtp", {"start": "new"}, native, reference)
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
@@ -129,6 +119,9 @@ class MtpTargetLayout(Layout):
 
     def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
         return {"transformers": generate_snippet(path, "use_mtp=True")}
+
+
+MTP_TARGET = MtpTargetLayout()
 
 
 def stitch_layer(

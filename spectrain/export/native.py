@@ -12,7 +12,6 @@ from typing import Any
 
 from spectrain.config.build import GroupSpec, save_groups
 from spectrain.config.check import check_node
-from spectrain.config.choices import choice_name
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.block_drafter import default_layers
@@ -22,21 +21,19 @@ from spectrain.provenance import package_versions
 from spectrain.servers.commands import DrafterLaunch
 
 from .adapters import adapter_shape, check_adapter
+from .container import Finding
 from .dflash import BLOCK_SETTINGS, FAMILIES, BlockFamily
+from .drafter_files import DrafterFiles, write_json, write_tensors
 from .eagle3 import complete_layer, complete_settings
-from .fused import build_meta_drafter
+from .fused_config import build_meta_drafter
 from .layout import (
     DESCRIPTION_KEYS,
     MALFORMED_ERRORS,
     DrafterCheckpoint,
-    DrafterFiles,
     ExpectedTensors,
-    Finding,
     Layout,
     MissingTarget,
     RefusedSettings,
-    write_json,
-    write_tensors,
 )
 from .table import list_packages
 from .targets import TargetFiles
@@ -98,13 +95,13 @@ class NativeLayout(Layout):
         target is not at hand.
         """
         target = self._target_files(files)
-        settings = files.read_group("drafter") or {}
-        check_node("drafter", settings)
+        spec = files.read_group("drafter")
+        check_node("drafter", spec.node)
         if target is None or not target.is_local:
             return None
         # The settings as eval takes them: what weights or target determine in a conversion is not
         # filled in here.
-        return build_meta_drafter(settings, target.build_meta_target())
+        return build_meta_drafter(spec, target.build_meta_target())
 
     def drafter_launches(
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
@@ -112,18 +109,18 @@ class NativeLayout(Layout):
         return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
-        settings = files.read_group("target")
-        return TargetFiles.from_settings(settings, may_download=False) if settings else None
+        spec = files.read_group("target")
+        return TargetFiles.from_settings(spec.node, may_download=False) if spec else None
 
-    def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
-        """Return the drafter's settings with everything filled in that shapes its weights."""
-        drafter: dict[str, Any] = copy.deepcopy(files.read_group("drafter") or {})
-        read_shape = find_shape_reader(choice_name("drafter", drafter))
+    def _resolve_settings(self, files: DrafterFiles) -> GroupSpec:
+        """Return the drafter with all settings filled in that shape its weights."""
+        spec = files.read_group("drafter")
+        read_shape = find_shape_reader(str(spec.choice))
         if read_shape is not None:
-            drafter |= read_shape(drafter, files, self._target_files(files))
+            spec = spec.with_settings(**read_shape(spec, files, self._target_files(files)))
         if "d2t" in files.tensors:
-            drafter["vocab_size"] = len(files.tensors["d2t"])
-        return drafter
+            spec = spec.with_settings(vocab_size=len(files.tensors["d2t"]))
+        return spec
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         if {"d2t", "t2d"} <= files.tensors.keys():
@@ -143,8 +140,10 @@ class NativeLayout(Layout):
         )
         if adapter := files.read_sidecar("adapter_config.json"):
             description["adapter_config"] = adapter
+        spec = self._resolve_settings(files)
         return DrafterCheckpoint(
-            self._resolve_settings(files),
+            str(spec.choice),
+            copy.deepcopy(dict(spec.settings)),
             dict(files.tensors),
             reference,
             trained_target,
@@ -159,7 +158,7 @@ class NativeLayout(Layout):
         if settings is None and drafter.target is not None:
             settings = TargetFiles(drafter.target).settings
         description = {
-            "drafter": drafter.drafter,
+            "drafter": drafter.spec.node,
             "target": settings,
             **{key: drafter.description.get(key) for key in DESCRIPTION_KEYS},
             "spectrain_version": package_versions().get("spectrain"),
@@ -186,41 +185,41 @@ class NativeLayout(Layout):
 
 
 def shape_of_eagle3(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     """Fill in the number of layers from the weights, and the layer and the fused features from
     the target.
     """
     count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
-    settings = {"num_layers": count, **drafter}
-    if drafter.get("layers") and set(ARCHITECTURE_SIZES) <= set(drafter.get("architecture") or {}):
+    settings = {"num_layers": count, **spec.settings}
+    if spec.get("layers") and set(ARCHITECTURE_SIZES) <= set(spec.get("architecture") or {}):
         return settings
     return complete_settings(settings, require_named_target(target, files))
 
 
 def shape_of_eagle1(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
-    architecture = drafter.get("architecture")
+    architecture = spec.get("architecture")
     if not set(ARCHITECTURE_SIZES) <= set(architecture or {}):
         architecture = complete_layer(architecture, require_named_target(target, files))
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
 
 def shape_of_peagle(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
     peagle_settings = {
         "num_drafts": NUM_DRAFTS,
         "own_embedding": "embed_tokens.weight" in files.tensors,
     }
-    return {**peagle_settings, **shape_of_eagle3(drafter, files, target)}
+    return {**peagle_settings, **shape_of_eagle3(spec, files, target)}
 
 
 def shape_of_block(
-    drafter: dict[str, Any],
+    spec: GroupSpec,
     files: DrafterFiles,
     target: TargetFiles | None,
     family: BlockFamily | None = None,
@@ -228,7 +227,7 @@ def shape_of_block(
     """Return every setting that other layouts hold, too, with the layer and the fused features
     filled in.
     """
-    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
+    settings = spec.with_defaults()
     if not settings["layers"] or not settings["architecture"]:
         target = require_named_target(target, files)
         layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
@@ -236,7 +235,7 @@ def shape_of_block(
             "layers": sorted(set(layers)),
             "architecture": complete_layer(settings["architecture"], target),
         }
-    family = family or FAMILIES[choice_name("drafter", drafter)]
+    family = family or FAMILIES[str(spec.choice)]
     keys = (*BLOCK_SETTINGS, *family.config_keys)
     return {key: settings[key] for key in keys if key not in ("vocab_size", "mask_token_id")}
 
@@ -254,7 +253,7 @@ def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> Tar
 
 
 def shape_of_medusa(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
     blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
@@ -262,14 +261,13 @@ def shape_of_medusa(
 
 
 def shape_of_adapter(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     adapter = files.read_sidecar("adapter_config.json")
-    return adapter_shape(
-        files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)}
-    )
+    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": spec.get("alpha", 32.0)})
 
 
+NATIVE = NativeLayout()
 SHAPE_READERS = {
     "eagle1": shape_of_eagle1,
     "eagle3": shape_of_eagle3,

@@ -17,26 +17,27 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import engine_layers
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 
+from .container import Container, Finding, Rename
 from .dflash import num_drafts
-from .dflash_flat import FlatDFlash
+from .dflash_flat import FLAT_DFLASH
+from .drafter_files import DrafterFiles
 from .eagle3 import check_layer_count, unnamed_layers, variant_flags
-from .flat import FlatEagle3
+from .flat import FLAT_EAGLE3, eagle3_config, read_layer_ids, without_embedding
+from .fused import Export, FusedLayout, launch_with
 from .huggingface import HuggingFaceLayout
-from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding
+from .layout import CHAIN_TOKENS, DrafterCheckpoint
 from .targets import TargetFiles
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LAYERS_KEY = "hidden_layers_list"
 # For drafters that read the target's states. optimum-intel's own classes of them are loaded as if
@@ -67,11 +68,6 @@ def add_ir(
         write_fused_layers(directory, layers)
 
 
-def has_ir(files: DrafterFiles) -> bool:
-    """Tell whether a drafter's folder holds an IR."""
-    return (files.directory / f"{IR_NAME}.xml").exists()
-
-
 def write_fused_layers(directory: Path, layers: list[int]) -> None:
     """Write the fused layers, given by spectrain's ids, into the runtime information of an IR."""
     path = directory / f"{IR_NAME}.xml"
@@ -92,22 +88,43 @@ def read_fused_layers(directory: Path) -> list[int] | None:
     )
 
 
-class IrLayout:
-    """What OpenVINO's layouts share: how their IR is converted."""
+@dataclass(frozen=True)
+class Ir(Container):
+    """Settings and tensors as in other projects, and the IR made of them."""
 
-    converter = IrConverter()
+    options: tuple[str, ...] = ()  # of optimum-intel
+    converter: IrConverter = field(default_factory=IrConverter)
     needs_engine = True
 
-    def with_engine(self, python: str) -> Self:
-        return self._with_converter(replace(self.converter, python=python))
+    def holds(self, files: DrafterFiles) -> bool:
+        return (files.directory / f"{IR_NAME}.xml").exists()
 
-    def with_dtype(self, dtype: str) -> Self:
-        return self._with_converter(replace(self.converter, dtype=dtype))
+    def with_engine(self, python: str) -> Ir:
+        return replace(self, converter=replace(self.converter, python=python))
 
-    def _with_converter(self, converter: IrConverter) -> Self:
-        layout = copy(self)
-        layout.converter = converter
-        return layout
+    def with_dtype(self, dtype: str) -> Ir:
+        return replace(self, converter=replace(self.converter, dtype=dtype))
+
+    def write(
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        to_file: Rename,
+        target: TargetFiles | None,
+    ) -> None:
+        """Write the settings, apart from LAYERS_KEY, which only the IR holds, the tensors and the
+        IR.
+        """
+        rest = {key: value for key, value in config.items() if key != LAYERS_KEY}
+        super().write(directory, rest, tensors, to_file, target)
+        self.add_ir(directory, config.get(LAYERS_KEY))
+
+    def add_ir(self, directory: Path, layers: list[int] | None = None) -> None:
+        """Add the IR of a drafter's files to their folder; `layers` are the ids of an EAGLE-3's
+        fused layers.
+        """
+        add_ir(self.converter, directory, layers, self.options)
 
 
 def layers_finding(problem: str, consequence: str) -> Finding:
@@ -145,136 +162,132 @@ def generate_lines(
     return "\n".join([convert, *lines])
 
 
-class OpenVinoEagle3(IrLayout, FlatEagle3):
-    """EAGLE-3 for OpenVINO GenAI, which decodes it in chains and trees. Its class has three
-    fused layers and no norm flags.
-    """
-
-    title = "EAGLE-3, OpenVINO"
-    engine = "OpenVINO"
-    # optimum-intel leaves a missing d2t uninitialized, and every draft is another token
-    keeps_full_maps = True
-
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return has_ir(files) and super().matches_files(files)
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        # Unlike vLLM, OpenVINO needs the map of a full vocabulary, too.
-        yield from (finding for finding in super().findings(files) if finding.name != "d2t-of-all")
-        named = read_fused_layers(files.directory)
-        ids = self._layer_ids(files.config)
-        if named is None:
-            yield layers_finding(
-                f"{IR_NAME}.xml names no fused layers",
-                "OpenVINO reads the target one layer too late",
-            )
-        elif ids is not None and named != [layer + self.layer_id_offset for layer in ids]:
-            yield layers_finding(
-                f"{IR_NAME}.xml names other fused layers than config.json",
-                "OpenVINO reads other layers than were trained on",
-            )
-
-    def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
-        yield from super().findings_with_target(files, target)
-        named = read_fused_layers(files.directory)
-        default = engine_layers(target.num_layers)
-        if self._layer_ids(files.config) is None and named not in (None, default):
-            yield layers_finding(
-                f"{IR_NAME}.xml names the stream entering layers {named}, and config.json means "
-                f"{default}",
-                "OpenVINO reads other layers than were trained on",
-            )
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        for flag, is_set in variant_flags(drafter).items():
-            if is_set and flag != "own_embedding":
-                raise UserError(
-                    f"drafter.architecture.{flag}=true: OpenVINO's EAGLE-3 has no such norm and "
-                    f"ignores the flag; train with drafter.architecture.{flag}=false"
-                )
-        check_layer_count(drafter, target, "OpenVINO's EAGLE-3", lowest=1)
-        super().check_writable(drafter, target)
-
-    def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
-    ) -> None:
-        layers = drafter.drafter.get("layers")
-        if layers is None:
-            if target is None:
-                raise UserError(
-                    "--target: the default of the fused layers depends on the target; say which "
-                    "one it is"
-                )
-            layers = unnamed_layers(target)
-        super().write(drafter, target, directory)
-        add_ir(self.converter, directory, layers, HEAD_OPTIONS)
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"openvino": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
-
-    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
-        tree = "tree_depth, config.branching_factor, config.num_assistant_tokens = 2, 2, 4"
-        return {
-            "OpenVINO GenAI, a chain": generate_lines(
-                target, path, f"num_assistant_tokens = {CHAIN_TOKENS}"
-            ),
-            "OpenVINO GenAI, a tree": generate_lines(target, path, tree),
-        }
-
-
-class OpenVinoDFlash(IrLayout, FlatDFlash):
-    """DFlash for OpenVINO GenAI: attention in both directions, the target's embedding and output
-    layer.
-    """
-
-    title = "DFlash, OpenVINO"
-    engine = "OpenVINO"
-
-    def matches_files(self, files: DrafterFiles) -> bool:
-        return has_ir(files) and super().matches_files(files)
-
-    def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        for key, value, default in (("window", None, "null"), ("causal", False, "false")):
-            if drafter.drafter[key] != value:
-                raise UserError(
-                    f"drafter.{key}: OpenVINO's DFlash attends to the block in both directions, "
-                    f"without a window; use --to vllm, or train with drafter.{key}={default}"
-                )
-        super().check_writable(drafter, target)
-
-    def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
-    ) -> None:
-        super().write(drafter, target, directory)
-        add_ir(self.converter, directory, None, HEAD_OPTIONS)
-
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"openvino": DrafterLaunch("dflash", path, num_drafts(drafter))}
-
-    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
-        lines = generate_lines(
-            target, path, f"num_assistant_tokens = {num_drafts(drafter)}", has_prefix_caching=False
+def eagle3_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield the faults of EAGLE-3's files and of the fused layers that the IR names."""
+    # Unlike vLLM, OpenVINO needs the map of a full vocabulary, too.
+    yield from (finding for finding in FLAT_EAGLE3.findings(files) if finding.name != "d2t-of-all")
+    named = read_fused_layers(files.directory)
+    ids = read_layer_ids(files.config)
+    if named is None:
+        yield layers_finding(
+            f"{IR_NAME}.xml names no fused layers",
+            "OpenVINO reads the target one layer too late",
         )
-        return {"OpenVINO GenAI": lines}
+    elif ids is not None and named != [layer + layout.layer_id_offset for layer in ids]:
+        yield layers_finding(
+            f"{IR_NAME}.xml names other fused layers than config.json",
+            "OpenVINO reads other layers than were trained on",
+        )
 
 
-class OpenVinoModel(IrLayout, HuggingFaceLayout):
+def default_layer_findings(
+    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
+) -> Iterator[Finding]:
+    """Yield a fault where the IR does not name the default that config.json means."""
+    named = read_fused_layers(files.directory)
+    default = engine_layers(target.num_layers)
+    if read_layer_ids(files.config) is None and named not in (None, default):
+        yield layers_finding(
+            f"{IR_NAME}.xml names the stream entering layers {named}, and config.json means "
+            f"{default}",
+            "OpenVINO reads other layers than were trained on",
+        )
+
+
+def check_eagle3(export: Export) -> None:
+    """Raise UserError for fused layers that are not known, and for what OpenVINO's EAGLE-3 lacks:
+    its class has three fused layers and no norm flags.
+    """
+    if export.settings.get("layers") is None:
+        if export.target is None:
+            raise UserError(
+                "--target: the default of the fused layers depends on the target; say which "
+                "one it is"
+            )
+        unnamed_layers(export.target)
+    for flag, is_set in variant_flags(export.drafter).items():
+        if is_set and flag != "own_embedding":
+            raise UserError(
+                f"drafter.architecture.{flag}=true: OpenVINO's EAGLE-3 has no such norm and "
+                f"ignores the flag; train with drafter.architecture.{flag}=false"
+            )
+    check_layer_count(export.drafter, export.target, "OpenVINO's EAGLE-3", lowest=1)
+
+
+def eagle3_ir_config(export: Export) -> dict[str, Any]:
+    layers = export.settings.get("layers")
+    if layers is None:
+        layers = unnamed_layers(export.known_target)
+    return eagle3_config(export) | {LAYERS_KEY: layers}
+
+
+def eagle3_snippets(drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+    tree = "tree_depth, config.branching_factor, config.num_assistant_tokens = 2, 2, 4"
+    chain = f"num_assistant_tokens = {CHAIN_TOKENS}"
+    return {
+        "OpenVINO GenAI, a chain": generate_lines(target, path, chain),
+        "OpenVINO GenAI, a tree": generate_lines(target, path, tree),
+    }
+
+
+# OpenVINO GenAI decodes it in chains and trees.
+OPENVINO_EAGLE3 = replace(
+    FLAT_EAGLE3,
+    title="EAGLE-3, OpenVINO",
+    engine="OpenVINO",
+    container=Ir(HEAD_OPTIONS),
+    make_config=eagle3_ir_config,
+    # optimum-intel leaves a missing d2t uninitialized, and every draft is another token
+    select_tensors=without_embedding,
+    file_checks=(eagle3_findings,),
+    target_checks=(*FLAT_EAGLE3.target_checks, default_layer_findings),
+    write_checks=(check_eagle3, *FLAT_EAGLE3.write_checks),
+    launches=launch_with({"openvino": "eagle3"}),
+    snippets=eagle3_snippets,
+)
+
+
+def check_directions(export: Export) -> None:
+    """Raise UserError for a window and for causal blocks."""
+    for key, value, default in (("window", None, "null"), ("causal", False, "false")):
+        if export.settings[key] != value:
+            raise UserError(
+                f"drafter.{key}: OpenVINO's DFlash attends to the block in both directions, "
+                f"without a window; use --to vllm, or train with drafter.{key}={default}"
+            )
+
+
+def dflash_snippets(drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+    setting = f"num_assistant_tokens = {num_drafts(drafter)}"
+    return {"OpenVINO GenAI": generate_lines(target, path, setting, has_prefix_caching=False)}
+
+
+# Attention in both directions, the target's embedding and output layer.
+OPENVINO_DFLASH = replace(
+    FLAT_DFLASH,
+    title="DFlash, OpenVINO",
+    engine="OpenVINO",
+    container=Ir(HEAD_OPTIONS),
+    write_checks=(check_directions, *FLAT_DFLASH.write_checks),
+    launches=launch_with({"openvino": "dflash"}, num_drafts),
+    snippets=dflash_snippets,
+)
+
+
+class OpenVinoModel(HuggingFaceLayout):
     """A distilled draft model for OpenVINO GenAI."""
 
     title = "transformers, OpenVINO"
+    container: Ir = Ir()
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return has_ir(files) and super().matches_files(files)
+        return self.container.holds(files) and super().matches_files(files)
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
     ) -> None:
         super().write(drafter, target, directory)
-        add_ir(self.converter, directory, None)
+        self.container.add_ir(directory)
 
     def drafter_launches(
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
@@ -285,3 +298,6 @@ class OpenVinoModel(IrLayout, HuggingFaceLayout):
         return {
             "OpenVINO GenAI": generate_lines(target, path, f"num_assistant_tokens = {CHAIN_TOKENS}")
         }
+
+
+OPENVINO_MODEL = OpenVinoModel()

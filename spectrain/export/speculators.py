@@ -1,207 +1,192 @@
-"""The layouts that the speculators library writes and vLLM reads: what all of them have, and
-EAGLE-3's.
+"""The container of the speculators library, which vLLM reads: the layer in
+`transformer_layer_config`, the target in `speculators_config`; and EAGLE-3's layout in it.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
-from .fused import EMBEDDING, FusedConfig, FusedLayout
-from .layout import (
-    CHAIN_TOKENS,
-    DrafterCheckpoint,
-    DrafterFiles,
-    Finding,
-    require_target,
-    write_json,
-    write_tensors,
-)
+from .container import Container, Finding, Rename
+from .drafter_files import DrafterFiles
+from .eagle3 import EAGLE3, drafter_layer_config, eagle3_names, variant_flags
+from .fused import Export, FusedLayout, launch_with
+from .fused_config import EMBEDDING, FusedConfig
+from .fused_findings import common_findings, common_target_findings, find_common_obstacle
+from .layout import DrafterCheckpoint, require_target
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
 SPECULATORS_VERSION = "0.9.0"  # of the library, whose files these match
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LAYER = "transformer_layer_config"
+NUM_TOKENS = "speculative_tokens"
+"""The setting of a drafter that the container holds as part of the proposal method."""
 
 
-class SpeculatorsLayout(FusedLayout):
-    """The base of the library's layouts: the layer in `transformer_layer_config`, the target in
-    `speculators_config`.
-    """
+@dataclass(frozen=True)
+class Speculators(Container):
+    """The library's config.json, and model.safetensors."""
 
-    model_type: ClassVar[str]
+    model_type: str
+    architecture: str
 
-    def matches_files(self, files: DrafterFiles) -> bool:
+    def holds(self, files: DrafterFiles) -> bool:
         return files.config.get("speculators_model_type") == self.model_type
 
     def target_name(self, files: DrafterFiles) -> str | None:
-        return verifier_name(files) or super().target_name(files)
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        for key, value in (
-            ("speculators_config.verifier.name_or_path", verifier_name(files)),
-            (
-                "speculators_config.proposal_methods[0].speculative_tokens",
-                read_method(files).get("speculative_tokens"),
-            ),
-        ):
-            if not value:
-                yield Finding(
-                    "speculators-config",
-                    "error",
-                    f"{key} is missing",
-                    "vLLM refuses the file",
-                    "write it",
-                )
+        return verifier_name(files)
 
     def write(
-        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        to_file: Rename,
+        target: TargetFiles | None,
     ) -> None:
-        target = require_target(target, "the files name the target")
-        self.check_writable(drafter, target)
-        tensors = self.layout_tensors(drop_full_maps(self.file_tensors(drafter, target)))
-        config: dict[str, Any] = {
-            "architectures": [self.architectures[0]],
+        assert target is not None
+        outer = {
+            "architectures": [self.architecture],
             "speculators_model_type": self.model_type,
             "speculators_version": SPECULATORS_VERSION,
-            "dtype": drafter.dtype,
-            "tie_word_embeddings": False,
-            "draft_vocab_size": len(drafter.tensors["d2t"]),
-            **self.family_entries(drafter),
-            "transformer_layer_config": {
-                **self.layer_entries(drafter),
-                **common_layer_config(target),
-            },
-            "speculators_config": proposal_config(
-                self.model_type, self.num_drafts(drafter), target
-            ),
+            **{key: value for key, value in config.items() if key not in (LAYER, NUM_TOKENS)},
+            LAYER: {**config[LAYER], **common_layer_config(target)},
+            "speculators_config": proposal_config(self.model_type, config[NUM_TOKENS], target),
         }
-        write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", tensors)
-
-    def file_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles) -> dict[str, Tensor]:
-        """Return the tensors that the files hold, under spectrain's names; maps of the full
-        vocabulary are left out.
-        """
-        return drafter.tensors
-
-    @abstractmethod
-    def layer_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the configuration of the drafter's layers."""
-
-    @abstractmethod
-    def family_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the entries of config.json that only the family has."""
-
-    @abstractmethod
-    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
-        """Return the number of tokens that an engine is configured to draft."""
+        super().write(directory, outer, tensors, to_file, target)
 
 
-class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
-    """The speculators layout of EAGLE-3."""
-
-    title = "EAGLE-3, speculators layout"
-    prefix = "layers.0."
-    model_type = "eagle3"
-    architectures = ("Eagle3DraftModel",)
-    flags: ClassVar[tuple[str, ...]] = NORM_FLAGS
-    # flags whose default is true in vLLM
-    implied_flags: ClassVar[tuple[str, ...]] = ("norm_before_residual",)
-    trains_embedding: ClassVar[bool] = False
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        config = files.config
-        layer = config["transformer_layer_config"]
-        variants = {key: bool(config.get(key, key in self.implied_flags)) for key in self.flags}
-        variants["qk_norm"] = layer.get("model_type", "qwen3") == "qwen3"  # the library's default
-        layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
-        return FusedConfig(layer, layer_ids, variants, config.get("draft_vocab_size"))
-
-    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        yield from super().findings(files)
-        config = files.config
-        for flag in (flag for flag in self.implied_flags if flag not in config):
+def speculators_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield the entries of the container that are missing."""
+    for key, value in (
+        ("speculators_config.verifier.name_or_path", verifier_name(files)),
+        (
+            "speculators_config.proposal_methods[0].speculative_tokens",
+            read_method(files).get("speculative_tokens"),
+        ),
+    ):
+        if not value:
             yield Finding(
-                "norm-flag-implicit",
+                "speculators-config",
                 "error",
-                f"config.json lacks {flag}",
-                "the default is true in vLLM and false in the speculators library, so one of them "
-                "drafts from another residual stream",
-                "write the value that it was trained with",
-            )
-        if config.get("norm_before_fc") and config.get("fc_norm"):
-            yield Finding(
-                "norm-flags-exclusive",
-                "error",
-                "norm_before_fc and fc_norm are both on",
-                "engines refuse the file",
-                "leave on the flag whose tensors the files hold",
-            )
-        if config.get("eagle_aux_hidden_state_layer_ids") is None:
-            yield Finding(
-                "layer-ids-missing",
-                "warning",
-                "eagle_aux_hidden_state_layer_ids is missing",
-                "every engine uses its own default",
-                "write the layers that it was trained on",
-            )
-        if EMBEDDING not in files.tensors:
-            yield Finding(
-                "missing-embed-tokens",
-                "error",
-                f"{EMBEDDING} is missing",
-                "vLLM uses the target's, but the speculators library silently loads zeros",
-                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
-                is_repairable=True,
+                f"{key} is missing",
+                "vLLM refuses the file",
+                "write it",
             )
 
-    def file_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles) -> dict[str, Tensor]:
-        tensors = dict(drafter.tensors)
-        vocab = len(drafter.tensors["t2d"])
-        if EMBEDDING not in tensors:
-            tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
-        if len(tensors[EMBEDDING]) != vocab:
-            raise UserError(
-                f"{target.reference}: its embedding has {len(tensors[EMBEDDING])} rows and t2d "
-                f"{vocab}; this drafter is for another target"
-            )
-        return tensors
 
-    def layer_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        model = "Qwen3ForCausalLM" if variant_flags(drafter)["qk_norm"] else "LlamaForCausalLM"
-        return {**drafter_layer_config(drafter), "architectures": [model]}
+def require_named_target(export: Export) -> None:
+    """Raise MissingTarget where the target is not known, because the files name it."""
+    require_target(export.target, "the files name the target")
 
-    def family_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        variants = variant_flags(drafter)
-        return {
-            **{key: variants[key] for key in NORM_FLAGS},
-            **self.extra_entries(drafter),
-            "embed_requires_grad": self.trains_embedding,
-            "target_hidden_size": None,
-            "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
-        }
 
-    def extra_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        """Return the entries of config.json that P-EAGLE adds to EAGLE-3's."""
-        return {}
+def common_entries(drafter: DrafterCheckpoint) -> dict[str, Any]:
+    """Return the entries of config.json that every family has."""
+    return {
+        "dtype": drafter.dtype,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": len(drafter.tensors["d2t"]),
+    }
 
-    def num_drafts(self, drafter: DrafterCheckpoint) -> int:
-        return 3
 
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"vllm": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
+def parse_eagle3(
+    files: DrafterFiles,
+    flags: tuple[str, ...] = NORM_FLAGS,
+    implied_flags: tuple[str, ...] = ("norm_before_residual",),
+) -> FusedConfig:
+    """Translate config.json; the default of implied flags is true in vLLM."""
+    config = files.config
+    layer = config[LAYER]
+    variants = {key: bool(config.get(key, key in implied_flags)) for key in flags}
+    variants["qk_norm"] = layer.get("model_type", "qwen3") == "qwen3"  # the library's default
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    return FusedConfig(layer, layer_ids, variants, config.get("draft_vocab_size"))
+
+
+def implied_flag_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield a fault where the flag whose default differs between readers is missing."""
+    if "norm_before_residual" not in files.config:
+        yield Finding(
+            "norm-flag-implicit",
+            "error",
+            "config.json lacks norm_before_residual",
+            "the default is true in vLLM and false in the speculators library, so one of them "
+            "drafts from another residual stream",
+            "write the value that it was trained with",
+        )
+
+
+def eagle3_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+    """Yield the faults of flags, layers and the embedding of EAGLE-3 and P-EAGLE."""
+    config = files.config
+    if config.get("norm_before_fc") and config.get("fc_norm"):
+        yield Finding(
+            "norm-flags-exclusive",
+            "error",
+            "norm_before_fc and fc_norm are both on",
+            "engines refuse the file",
+            "leave on the flag whose tensors the files hold",
+        )
+    if config.get("eagle_aux_hidden_state_layer_ids") is None:
+        yield Finding(
+            "layer-ids-missing",
+            "warning",
+            "eagle_aux_hidden_state_layer_ids is missing",
+            "every engine uses its own default",
+            "write the layers that it was trained on",
+        )
+    if EMBEDDING not in files.tensors:
+        yield Finding(
+            "missing-embed-tokens",
+            "error",
+            f"{EMBEDDING} is missing",
+            "vLLM uses the target's, but the speculators library silently loads zeros",
+            "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
+            is_repairable=True,
+        )
+
+
+def with_embedding(export: Export) -> dict[str, Tensor]:
+    """Return the tensors with an embedding, the drafter's own or the target's."""
+    target = export.known_target
+    tensors = dict(export.tensors)
+    vocab = len(export.tensors["t2d"])
+    if EMBEDDING not in tensors:
+        tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
+    if len(tensors[EMBEDDING]) != vocab:
+        raise UserError(
+            f"{target.reference}: its embedding has {len(tensors[EMBEDDING])} rows and t2d "
+            f"{vocab}; this drafter is for another target"
+        )
+    return drop_full_maps(tensors)
+
+
+def eagle3_config(
+    drafter: DrafterCheckpoint,
+    num_tokens: int = 3,
+    extra: dict[str, Any] | None = None,
+    trains_embedding: bool = False,
+) -> dict[str, Any]:
+    """Return the settings of EAGLE-3 or, with its `extra` ones, P-EAGLE."""
+    variants = variant_flags(drafter)
+    model = "Qwen3ForCausalLM" if variants["qk_norm"] else "LlamaForCausalLM"
+    return {
+        **common_entries(drafter),
+        **{key: variants[key] for key in NORM_FLAGS},
+        **(extra or {}),
+        "embed_requires_grad": trains_embedding,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
+        LAYER: {**drafter_layer_config(drafter), "architectures": [model]},
+        NUM_TOKENS: num_tokens,
+    }
 
 
 def common_layer_config(target: TargetFiles) -> dict[str, Any]:
@@ -245,3 +230,19 @@ def read_method(files: DrafterFiles) -> dict[str, Any]:
     """Return the first of the files' proposal methods."""
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return dict(methods[0])
+
+
+SPECULATORS_EAGLE3 = FusedLayout(
+    title="EAGLE-3, speculators layout",
+    family=EAGLE3,
+    container=Speculators("eagle3", "Eagle3DraftModel"),
+    names=eagle3_names("layers.0."),
+    parse=lambda layout, files: parse_eagle3(files),
+    make_config=lambda export: eagle3_config(export.drafter),
+    select_tensors=with_embedding,
+    obstacles=(find_common_obstacle,),
+    target_checks=(common_target_findings,),
+    file_checks=(common_findings, speculators_findings, implied_flag_findings, eagle3_findings),
+    write_checks=(require_named_target,),
+    launches=launch_with({"vllm": "eagle3"}),
+)

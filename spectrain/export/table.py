@@ -16,14 +16,14 @@ SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
 class TableRow:
     """A layout of the table."""
 
-    class_path: str  # module of this package and class
+    path: str  # module of this package, and the name of the layout in it
     # the values of `format` that write it, separated by spaces; empty for a layout that is only
     # read
     formats: str
     families: str  # the choices of `drafter` that it can hold, separated by spaces
-    # of its weights; a layout with another one has its own `read_files`
+    # of its weights; a layout with another one has a container of its own
     suffix: str = ".safetensors"
-    # Of a row of an installed package, whose class path is absolute: the row of this table before
+    # Of a row of an installed package, whose path is absolute: the row of this table before
     # which it stands.
     before: str = ""
 
@@ -60,8 +60,8 @@ def insert_rows(table: tuple[TableRow, ...], rows: Iterable[TableRow]) -> tuple[
     rows = [*rows]
     inserted: list[TableRow] = []
     for row in table:
-        inserted += [other for other in rows if other.before == row.class_path]
+        inserted += [other for other in rows if other.before == row.path]
         inserted.append(row)
-    missing = [row.class_path for row in rows if row not in inserted]
+    missing = [row.path for row in rows if row not in inserted]
     assert not missing, f"no row of the table is named by `before` of {missing}"
     return tuple(inserted)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from spectrain.config.choices import choice_name
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
 from spectrain.models.bundled import (
@@ -30,10 +30,8 @@ from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
-LOADERS = {
-    "tiny": "spectrain.models.loading.load_tiny",
-    "smollm2": "spectrain.models.loading.load_smollm2",
-}
+BUNDLED_TARGETS = ("tiny", "smollm2")
+"""Choices of `target` whose name is all that loading needs."""
 
 
 class TargetFiles:
@@ -49,14 +47,12 @@ class TargetFiles:
         self.with_weights = with_weights
         # What a drafter's own files name is read from this machine alone.
         self.may_download = may_download
-        self.settings: dict[str, Any] = {
-            "_target_": "spectrain.models.loading.load_hf",
-            "model": reference,
-        }
-        if reference in LOADERS:
-            self.settings = {"_target_": LOADERS[reference]}
-        elif Path(reference).expanduser().exists():
-            self.settings["model"] = str(Path(reference).expanduser().resolve())
+        # Its group in a configuration, in which a path is an absolute one.
+        self.spec = GroupSpec("target", reference)
+        if reference not in BUNDLED_TARGETS:
+            path = Path(reference).expanduser()
+            model = str(path.resolve()) if path.exists() else reference
+            self.spec = GroupSpec("target", "hf", {"model": model})
 
     @staticmethod
     def from_settings(
@@ -64,20 +60,23 @@ class TargetFiles:
     ) -> TargetFiles:
         """Return the files of a configuration's group `target`; a plan needs no weights, and those
         of a file of settings may not be downloaded."""
-        choice = choice_name("target", settings)
-        reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
+        spec = GroupSpec.from_node("target", settings)
+        bundled = spec.choice if spec.choice in BUNDLED_TARGETS else None
+        reference = spec.get("path") or bundled or spec.get("model")
         if not isinstance(reference, str) or not reference:
             raise UserError(
                 f"target.model={reference}: it does not name a target; give a model directory or "
                 "a name on the hub"
             )
         files = TargetFiles(reference, with_weights, may_download)
-        # The path becomes an absolute one.
-        files.settings = {
-            **settings,
-            **({"model": files.settings["model"]} if "model" in settings else {}),
-        }
+        model = {"model": files.spec.get("model")} if "model" in spec.settings else {}
+        files.spec = spec.with_settings(**model)
         return files
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its group in a configuration, as a node to construct."""
+        return self.spec.node
 
     @cached_property
     def directory(self) -> Path:
@@ -222,7 +221,7 @@ class TargetFiles:
     @property
     def is_local(self) -> bool:
         """Whether reading its configuration needs no download."""
-        return self.reference in LOADERS or Path(self.reference).expanduser().exists()
+        return self.reference in BUNDLED_TARGETS or Path(self.reference).expanduser().exists()
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""

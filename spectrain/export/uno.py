@@ -11,16 +11,9 @@ from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
 from .adapters import check_adapter
-from .layout import (
-    METADATA_FILE,
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    Layout,
-    write_json,
-    write_tensors,
-)
+from .container import Finding
+from .drafter_files import METADATA_FILE, DrafterFiles, write_json, write_tensors
+from .layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
 from .targets import TargetFiles
 
 LINEAR_MODULES = {
@@ -32,7 +25,6 @@ LINEAR_MODULES = {
     "up_proj": "mlp",
     "down_proj": "mlp",
 }
-UNO_CLASS = "spectrain.drafters.uno.Uno"
 ADAPTER_TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight"
 )
@@ -111,18 +103,13 @@ class UnoLayout(Layout):
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         adapter = files.read_sidecar("adapter_config.json")
-        metadata = files.read_metadata()
-        settings = {"num_masks": NUM_MASKS, **metadata.drafter}
-        # Exports of earlier versions name the noise that this family is trained with.
-        settings.pop("noise", None)
         shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False}
-        description = {**metadata.description, "adapter_config": adapter}
-        return DrafterCheckpoint(
-            {"_target_": UNO_CLASS, **settings, **shape},
-            dict(files.tensors),
-            metadata.target,
-            description=description,
-        )
+        drafter = make_checkpoint(files, "uno", shape, dict(files.tensors))
+        # Exports of earlier versions name the noise that this family is trained with.
+        drafter.drafter.pop("noise", None)
+        drafter.drafter = {"num_masks": NUM_MASKS, **drafter.drafter}
+        drafter.description["adapter_config"] = adapter
+        return drafter
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
@@ -162,3 +149,6 @@ class UnoLayout(Layout):
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
     ) -> dict[str, DrafterLaunch]:
         return {"sglang": DrafterLaunch("UNO", path, drafter.drafter.get("num_masks", NUM_MASKS))}
+
+
+UNO = UnoLayout()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .layout import Finding
+from .container import Finding
 
 
 def target_ids(d2t: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from spectrain.drafters.base import Drafter, adapts_layers, has_weights
 from spectrain.errors import RunError, UserError, describe_error
 from spectrain.export.adapters import require_plain_adapter
 from spectrain.export.converter import read_drafter
-from spectrain.export.layout import MALFORMED_ERRORS, DrafterCheckpoint, read_config
+from spectrain.export.drafter_files import read_config
+from spectrain.export.layout import MALFORMED_ERRORS, DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.chat_template import ChatTemplate
@@ -279,7 +280,7 @@ def load_description(directory: Path, target: GroupSpec | None) -> RunSpec:
             f"target: the files in {directory} do not say which target they are for; say it, as "
             "in target=tiny"
         )
-    return read_described({"drafter": foreign.drafter, "target": settings, **foreign.description})
+    return read_described({"drafter": foreign.spec.node, "target": settings, **foreign.description})
 
 
 def read_described(description: Mapping[str, Any]) -> RunSpec:

@@ -198,7 +198,7 @@ class ServedDrafter:
         """
         layout = (
             self.layout.with_engine(python)
-            if python is not None and self.layout.needs_engine
+            if python is not None and self.layout.container.needs_engine
             else self.layout
         )
         with atomic_write(folder, folder=True) as scratch:
@@ -271,12 +271,8 @@ def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str,
     folder that is to be.
     """
     target = TargetFiles.from_settings(spec.target.node, with_weights=False)
-    settings = {
-        "_target_": spec.drafter.path,
-        **spec.drafter.with_defaults(),
-        **drafter.saved.settings,
-    }
-    checkpoint = DrafterCheckpoint(settings, dict(drafter.state_dict()))
+    settings = {**spec.drafter.with_defaults(), **drafter.saved.settings}
+    checkpoint = DrafterCheckpoint(str(spec.drafter.choice), settings, dict(drafter.state_dict()))
     layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
     return {
         name: make_launches(checkpoint, layout, target, folder)[name]

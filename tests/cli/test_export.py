@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.cli.export import export_command
 from spectrain.cli.main import main
-from spectrain.config.build import GroupSpec, build
+from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
-from spectrain.export.uno import UNO_CLASS
 from spectrain.models.cache_arguments import cache_argument, read_cache
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
@@ -458,7 +457,7 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
         f"--speculative-algorithm UNO --uno-lora-path {out} --speculative-num-draft-tokens 4"
         in card
     )
-    drafter = build({"_target_": UNO_CLASS, **UNO}, target=tiny)
+    drafter = GroupSpec("drafter", "uno", UNO).build(target=tiny)
     load_weights(drafter, run / "drafter")
     text = torch.randint(3, 2000, (1, 9))
     noise = torch.randint(0, 2048, (1, 3))

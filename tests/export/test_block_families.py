@@ -12,7 +12,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.layout import DrafterFiles
+from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.layouts import detect_layout
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -61,8 +61,9 @@ def test_deepspecs_dspark_is_accepted(tmp_path: Path) -> None:
         for name, shape in expected.items()
         for size, actual in zip(shape, tensors[name].shape)
     )
-    assert layout.read(files, None).drafter == {
-        "_target_": "spectrain.drafters.dspark.DSpark",
+    checkpoint = layout.read(files, None)
+    assert checkpoint.family == "dspark"
+    assert checkpoint.drafter == {
         "block_size": 7,
         "num_layers": 5,
         "layers": [2, 10, 18, 26, 34],
@@ -111,11 +112,9 @@ def test_z_labs_dflash2_is_accepted(tmp_path: Path) -> None:
     assert layout.expected_tensors(files).required == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
-    settings = layout.read(files, None).drafter
-    assert (
-        settings["_target_"] == "spectrain.drafters.dflash2.DFlash2"
-        and {key: settings[key] for key in parts} == parts
-    )
+    checkpoint = layout.read(files, None)
+    assert checkpoint.family == "dflash2"
+    assert {key: checkpoint.drafter[key] for key in parts} == parts
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.dflash import occurs_in_text
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import lint
 from spectrain.export.measure import load_drafter
@@ -125,8 +126,8 @@ def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
         name: tuple(tensor.shape) for name, tensor in files.tensors.items()
     }
     checkpoint = layout.read(files, None)
+    assert checkpoint.family == "dflash"
     assert checkpoint.drafter == {
-        "_target_": "spectrain.drafters.dflash.DFlash",
         "block_size": 16,
         "num_layers": 5,
         "layers": [2, 10, 18, 26, 34],

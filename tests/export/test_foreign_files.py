@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
@@ -23,7 +23,7 @@ from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files, lint
 from spectrain.export.measure import find_misinterpretation, student_quantile
-from spectrain.export.native import NativeLayout
+from spectrain.export.native import NATIVE
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
@@ -172,18 +172,17 @@ def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.M
     monkeypatch.setattr(measure, "NUM_PROMPTS", 6)
     for seed in range(6):
         torch.manual_seed(seed)
-        node = {"_target_": f"{Eagle3.__module__}.Eagle3", **settings}
-        module: Eagle3 = build(node, target=tiny)
+        spec = GroupSpec("drafter", "eagle3", settings)
+        module: Eagle3 = spec.build(target=tiny)
         module.prepare(tiny, counts)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 2 and name != "lm_head.weight":
                     parameter.copy_(0.05 * torch.randn_like(parameter))
-        checkpoint = DrafterCheckpoint(
-            node, {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        )
+        tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        checkpoint = DrafterCheckpoint("eagle3", settings, tensors)
         assert not [
             finding
-            for finding in find_misinterpretation(checkpoint, TINY, NativeLayout())
+            for finding in find_misinterpretation(checkpoint, TINY, NATIVE)
             if finding.level == "error"
         ]

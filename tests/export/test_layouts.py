@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
 from spectrain.export import layouts
+from spectrain.export.container import Container
 from spectrain.export.converter import convert, read_drafter, write_drafter
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout
 from spectrain.export.layouts import (
     EXPORT_FORMATS,
     FORMATS,
@@ -37,15 +39,20 @@ from .test_converter import DFLASH, DFLASH2, DSPARK, LILICORR, UNO, ours
 TINY = TargetFiles("tiny")
 
 
-class SingleFileLayout(Layout):
-    """A layout of one file that holds settings and weights, as GGUF does."""
-
-    title = "single file"
+class SingleFile(Container):
+    """One file that holds settings and weights, as GGUF's."""
 
     def read_files(self, directory: Path) -> DrafterFiles:
         with safe_open(directory / "drafter.single", "pt") as file:
             config = json.loads(file.metadata()["config"])
         return DrafterFiles(directory, config, load_file(directory / "drafter.single"))
+
+
+class SingleFileLayout(Layout):
+    """A layout of EAGLE-3 in that container."""
+
+    title = "single file"
+    container = SingleFile()
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return "single" in files.config
@@ -56,17 +63,17 @@ class SingleFileLayout(Layout):
         )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        drafter = {"_target_": "spectrain.drafters.eagle3.Eagle3", **files.config["single"]}
-        return DrafterCheckpoint(drafter, dict(files.tensors), files.read_metadata().target)
+        settings = files.config["single"]
+        target_name = files.read_metadata().target
+        return DrafterCheckpoint("eagle3", settings, dict(files.tensors), target_name)
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
     ) -> None:
-        settings = {key: value for key, value in drafter.drafter.items() if key != "_target_"}
         save_file(
             drafter.tensors,
             directory / "drafter.single",
-            {"config": json.dumps({"single": settings})},
+            {"config": json.dumps({"single": drafter.drafter})},
         )
 
 
@@ -77,9 +84,9 @@ def test_a_new_layout_is_a_file_and_a_line(
     no config.json.
     """
     module = ModuleType("spectrain.export.single")
-    module.SingleFileLayout = SingleFileLayout  # type: ignore[attr-defined]
+    module.SINGLE = SingleFileLayout()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    row = TableRow("single.SingleFileLayout", "single", "eagle3", ".single")
+    row = TableRow("single.SINGLE", "single", "eagle3", ".single")
     monkeypatch.setattr(layouts, "LAYOUTS", (row, *LAYOUTS))
     monkeypatch.setattr(layouts, "FORMATS", (*FORMATS, "single"))
     monkeypatch.setattr(layouts, "OWN_SUFFIXES", {".single"})
@@ -101,9 +108,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": DSPARK,
     "causal": {"num_layers": 1},
     "lilicorr": LILICORR,
-    "uno.UnoLayout": UNO,
+    "uno.UNO": UNO,
     **load_cases(__name__).get("SMALL", {}),
-    "gguf_dflash.GgufDFlash2": {**DFLASH2, "selector_top_k": 8},
+    "gguf_dflash.GGUF_DFLASH2": {**DFLASH2, "selector_top_k": 8},
 }
 
 
@@ -124,7 +131,7 @@ def write_layout(
 
     def write_row(row: TableRow) -> Path:
         layout = load_layout(row)
-        out = folder / row.class_path
+        out = folder / row.path
         family = row.families.split()[0]
         if layout.holds_target:
             source = test_mtp.save_target("glm4_moe", folder / "target")
@@ -133,7 +140,7 @@ def write_layout(
             )
         out.mkdir()
         write_drafter(
-            read_random(family, row.class_path if row.class_path in SMALL else family),
+            read_random(family, row.path if row.path in SMALL else family),
             layout,
             TINY,
             out,
@@ -143,9 +150,7 @@ def write_layout(
     return write_row
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in LAYOUTS if row.formats], ids=lambda row: row.class_path
-)
+@pytest.mark.parametrize("row", [row for row in LAYOUTS if row.formats], ids=lambda row: row.path)
 def test_a_layout_recognizes_its_own_output(
     row: TableRow, write_layout: Callable[[TableRow], Path]
 ) -> None:

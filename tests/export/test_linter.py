@@ -16,12 +16,13 @@ from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
+from spectrain.export.container import Finding
 from spectrain.export.converter import convert
-from spectrain.export.layout import DrafterFiles, Finding
+from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import check_files, lint
 from spectrain.export.measure import find_misinterpretation
-from spectrain.export.native import NativeLayout
+from spectrain.export.native import NATIVE
 from spectrain.export.targets import TargetFiles
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
@@ -470,4 +471,4 @@ def test_nothing_is_measured_for_other_families(tiny: Target, tmp_path: Path) ->
     from spectrain.export.converter import read_drafter
 
     drafter = read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2))
-    assert find_misinterpretation(drafter, TINY, NativeLayout()) == []
+    assert find_misinterpretation(drafter, TINY, NATIVE) == []

@@ -19,9 +19,10 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.mtp import Mtp
 from spectrain.errors import UserError
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.layouts import detect_layout
-from spectrain.export.mtp import MTP_SHARD, MtpTargetLayout
+from spectrain.export.mtp import MTP_SHARD, MTP_TARGET
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
 from spectrain.models.architectures.mtp import MTP_LAYOUTS, CheckpointReader, load_mtp_layer
@@ -71,14 +72,12 @@ def make_drafter(target: Target, **options: Any) -> Mtp:
 def make_checkpoint(drafter: Mtp) -> DrafterCheckpoint:
     """Return what `save_drafter` writes and a layout reads."""
     tensors = {drafter.names[name]: tensor for name, tensor in collect_tensors(drafter).items()}
-    return DrafterCheckpoint(
-        {"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 3, "start": "new"}, tensors
-    )
+    return DrafterCheckpoint("mtp", {"num_steps": 3, "start": "new"}, tensors)
 
 
 def write_stitched(drafter: Mtp, source: Path, out: Path) -> Path:
     out.mkdir()
-    MtpTargetLayout().write(make_checkpoint(drafter), TargetFiles(str(source)), out)
+    MTP_TARGET.write(make_checkpoint(drafter), TargetFiles(str(source)), out)
     return out
 
 
@@ -207,7 +206,7 @@ def test_what_is_stitched_in_is_what_the_target_ships(
         assert actual_files == files and sum(file == MTP_SHARD for file in files.values()) == len(
             shipped_names(folder)
         )
-        assert isinstance(detect_layout(DrafterFiles.from_directory(folder)), MtpTargetLayout)
+        assert detect_layout(DrafterFiles.from_directory(folder)) is MTP_TARGET
         other = make_drafter(target)
         load_weights(other, folder, target)  # as drafter.init does
         assert all(

@@ -9,44 +9,42 @@ INNER_HINT = f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner dra
 EXPORT = LayoutPackage(
     rows=(
         TableRow(
-            f"{RESEARCH}.xpress.layout.SpeculatorsXPress",
+            f"{RESEARCH}.xpress.layout.SPECULATORS_XPRESS",
             "speculators",
             "xpress",
-            before="medusa.VllmMedusa",
+            before="medusa.VLLM_MEDUSA",
         ),
         TableRow(
-            f"{RESEARCH}.domino.layout.FlatDomino",
+            f"{RESEARCH}.domino.layout.FLAT_DOMINO",
             "flat",
             "domino",
-            before="dflash_flat.FlatDFlash",
+            before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
-            f"{RESEARCH}.xpress.layout.FlatXPress",
+            f"{RESEARCH}.xpress.layout.FLAT_XPRESS",
             "flat",
             "xpress",
-            before="dflash_flat.FlatDFlash",
+            before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
-            f"{RESEARCH}.jetspec.layout.FlatJetSpec",
+            f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC",
             "jetspec",
             "dflash",
-            before="dflash_flat.FlatDFlash",
+            before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
-            f"{RESEARCH}.vispec.layout.FlatViSpec",
+            f"{RESEARCH}.vispec.layout.FLAT_VISPEC",
             "flat",
             "vispec",
-            before="dflash_flat.TransformersDFlash",
+            before="dflash_flat.TRANSFORMERS_DFLASH",
         ),
         TableRow(
-            f"{RESEARCH}.redrafter.layout.TensorRtRedrafter",
+            f"{RESEARCH}.redrafter.layout.TENSORRT_REDRAFTER",
             "tensorrt",
             "redrafter",
-            before="mtp.MtpTargetLayout",
+            before="mtp.MTP_TARGET",
         ),
-        TableRow(
-            f"{RESEARCH}.gated_lora.layout.PeftLayout", "peft", "gated_lora", before="uno.UnoLayout"
-        ),
+        TableRow(f"{RESEARCH}.gated_lora.layout.PEFT", "peft", "gated_lora", before="uno.UNO"),
     ),
     native_families=(
         "hydra kangaroo gated_lora amphista ctc gumiho redrafter transformer_heads domino xpress "

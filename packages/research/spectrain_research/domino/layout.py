@@ -1,16 +1,25 @@
-"""SpecForge's layout of Domino."""
+"""SpecForge's layout of Domino: the settings of the correction are in `dflash_config`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
+from spectrain.config.build import GroupSpec
 from spectrain.export.dflash import BlockFamily
-from spectrain.export.fused import FusedConfig, flatten_config, require_keys
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
+from spectrain.export.dflash_flat import (
+    FLAT_DFLASH,
+    dflash_entries,
+    make_flat_config,
+    names_architecture,
+    parse_flat_block,
+)
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.fused import Export, FusedLayout, no_launches
+from spectrain.export.fused_config import FusedConfig, flatten_config, require_keys
 from spectrain.export.native import shape_of_block
 from spectrain.export.targets import TargetFiles
-from spectrain_research.shared.flat_layout import ResearchLayout
+from spectrain_research.shared.flat_layout import RESEARCH_CHECKS
 
 DOMINO = BlockFamily(
     "Domino",
@@ -19,35 +28,40 @@ DOMINO = BlockFamily(
     {"projector_type": "domino"},
     is_shifted=True,
     allows_draft_vocabulary=False,
-    module="spectrain_research.domino.drafter",
 )
 
 
-class FlatDomino(ResearchLayout):
-    """SpecForge's layout of Domino: the settings of the correction are in `dflash_config`."""
-
-    title = "Domino, SpecForge's layout"
-    engine = "SpecForge"
-    family: ClassVar[BlockFamily] = DOMINO
-    architectures = ("DominoDraftModel",)
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        config = super().parse_config(files)
-        keys = flatten_config(files.config)
-        require_keys(keys, ("shift_label",))
-        return replace(
-            config, settings={**config.settings, "sample_from_anchor": bool(keys["shift_label"])}
-        )
-
-    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        entries = super().extra_config(drafter)["dflash_config"]
-        return {"dflash_config": {**entries, "shift_label": drafter.drafter["sample_from_anchor"]}}
+def parse_config(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+    """Translate config.json, in which `shift_label` says whether the anchor drafts."""
+    config = parse_flat_block(layout, files)
+    keys = flatten_config(files.config)
+    require_keys(keys, ("shift_label",))
+    settings = {**config.settings, "sample_from_anchor": bool(keys["shift_label"])}
+    return replace(config, settings=settings)
 
 
-def read_shape(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
-) -> dict[str, Any]:
+def make_config(export: Export) -> dict[str, Any]:
+    shift = {"shift_label": export.settings["sample_from_anchor"]}
+    entries = {"dflash_config": dflash_entries(export) | shift}
+    return make_flat_config(export, entries)
+
+
+FLAT_DOMINO = replace(
+    FLAT_DFLASH,
+    title="Domino, SpecForge's layout",
+    family=DOMINO,
+    engine="SpecForge",
+    matches=names_architecture,
+    parse=parse_config,
+    make_config=make_config,
+    architectures=("DominoDraftModel",),
+    write_checks=RESEARCH_CHECKS,
+    launches=no_launches,
+)
+
+
+def read_shape(spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
     """Return every setting that other layouts hold, too, with the layer and the fused features
     filled in.
     """
-    return shape_of_block(drafter, files, target, DOMINO)
+    return shape_of_block(spec, files, target, DOMINO)

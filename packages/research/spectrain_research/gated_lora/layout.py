@@ -6,22 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 from spectrain.errors import UserError
 from spectrain.export.adapters import adapter_shape, check_adapter
-from spectrain.export.layout import (
-    DrafterCheckpoint,
-    DrafterFiles,
-    ExpectedTensors,
-    Finding,
-    Layout,
-    write_json,
-    write_tensors,
-)
+from spectrain.export.container import Finding
+from spectrain.export.drafter_files import DrafterFiles, write_json, write_tensors
+from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
 from spectrain.export.targets import TargetFiles
-
-GATED_LORA_CLASS = "spectrain_research.gated_lora.drafter.GatedLora"
 
 
 class PeftLayout(Layout):
@@ -29,7 +20,7 @@ class PeftLayout(Layout):
     gated_lora.json and masks.safetensors spectrain's."""
 
     title = "gated LoRA, peft layout"
-    sidecars: ClassVar[tuple[str, ...]] = ("gated_lora.json",)
+    sidecars = ("gated_lora.json",)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return (files.directory / "gated_lora.json").exists()
@@ -77,16 +68,10 @@ class PeftLayout(Layout):
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         settings = files.read_sidecar("gated_lora.json")
-        metadata = files.read_metadata()
         shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
-        drafter = {"_target_": GATED_LORA_CLASS, **metadata.drafter, **shape}
-        description = {
-            **metadata.description,
-            "adapter_config": files.read_sidecar("adapter_config.json"),
-        }
-        return DrafterCheckpoint(
-            drafter, dict(files.tensors), metadata.target, description=description
-        )
+        drafter = make_checkpoint(files, "gated_lora", shape, dict(files.tensors))
+        drafter.description["adapter_config"] = files.read_sidecar("adapter_config.json")
+        return drafter
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
@@ -115,3 +100,6 @@ class PeftLayout(Layout):
         write_tensors(
             directory / "masks.safetensors", {k: v for k, v in tensors.items() if k not in adapters}
         )
+
+
+PEFT = PeftLayout()

@@ -4,43 +4,49 @@ trained; vLLM serves its chain.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from spectrain.errors import UserError
-from spectrain.export.dflash_flat import CAUSAL_KEYS, FlatDFlash
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles
-from spectrain.export.targets import TargetFiles
-from spectrain.servers.commands import DrafterLaunch
+from spectrain.export.dflash_flat import (
+    CAUSAL_KEYS,
+    FLAT_DFLASH,
+    check_first_layer,
+    check_flat_block,
+    dflash_entries,
+    is_flat_dflash,
+    make_flat_config,
+)
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.fused import Export, FusedLayout, launch_with
 
 
-class FlatJetSpec(FlatDFlash):
-    """DFlash's flat layout with causal blocks: both keys that name them are written, and either
-    is read.
-    """
+def is_jetspec(layout: FusedLayout, files: DrafterFiles) -> bool:
+    config = files.config.get("dflash_config") or {}
+    return is_flat_dflash(layout, files) and any(config.get(key) for key in CAUSAL_KEYS)
 
-    title = "JetSpec, flat layout"
-    engine = "JetSpec"
 
-    def matches_files(self, files: DrafterFiles) -> bool:
-        config = files.config.get("dflash_config") or {}
-        return super().matches_files(files) and any(config.get(key) for key in CAUSAL_KEYS)
+def make_config(export: Export) -> dict[str, Any]:
+    entries = {**dflash_entries(export), **dict.fromkeys(CAUSAL_KEYS, True)}
+    return make_flat_config(export, {"dflash_config": entries})
 
-    def check_causality(self, settings: dict[str, Any]) -> None:
-        if not settings["causal"] or settings["window"] is not None:
-            raise UserError(
-                "format=jetspec: it holds drafters with causal blocks and without a window; train "
-                "recipe=jetspec, or use format=vllm"
-            )
 
-    def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        return {
-            "dflash_config": {
-                **super().extra_config(drafter)["dflash_config"],
-                **dict.fromkeys(CAUSAL_KEYS, True),
-            }
-        }
+def check_causality(export: Export) -> None:
+    """Raise UserError for blocks that are not causal, or have a window."""
+    if not export.settings["causal"] or export.settings["window"] is not None:
+        raise UserError(
+            "format=jetspec: it holds drafters with causal blocks and without a window; train "
+            "recipe=jetspec, or use format=vllm"
+        )
 
-    def drafter_launches(
-        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
-    ) -> dict[str, DrafterLaunch]:
-        return {"vllm": super().drafter_launches(drafter, files, path)["vllm"]}
+
+# DFlash's flat layout with causal blocks: both keys that name them are written, and either is read.
+FLAT_JETSPEC = replace(
+    FLAT_DFLASH,
+    title="JetSpec, flat layout",
+    engine="JetSpec",
+    matches=is_jetspec,
+    make_config=make_config,
+    write_checks=(check_flat_block, check_causality, check_first_layer),
+    launches=launch_with({"vllm": "dflash"}, lambda drafter: drafter.drafter["block_size"] - 1),
+)

@@ -5,25 +5,21 @@ its vocabulary.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.export.drafter_files import DrafterFiles, write_json, write_tensors
 from spectrain.export.layout import (
     DrafterCheckpoint,
-    DrafterFiles,
     ExpectedTensors,
     Layout,
     Shape,
-    write_json,
-    write_tensors,
+    make_checkpoint,
 )
 from spectrain.export.targets import TargetFiles
 from spectrain.export.vocabulary import add_maps
-
-REDRAFTER_CLASS = "spectrain_research.redrafter.drafter.Redrafter"
 
 
 class TensorRtRedrafter(Layout):
@@ -61,7 +57,6 @@ class TensorRtRedrafter(Layout):
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         config = files.config
         tensors = files.tensors
-        metadata = files.read_metadata()
         count = int(config["num_draft_layers"])
         width = int(config["hidden_size"])
         if config["exit_dim"] != 2 * width:
@@ -89,8 +84,7 @@ class TensorRtRedrafter(Layout):
         rows = len(native["lm_head.weight"])
         add_maps(native, rows, rows)
         settings = {"num_blocks": count, "vocab_size": rows, "cell": "linear"}
-        drafter: dict[str, Any] = {"_target_": REDRAFTER_CLASS, **metadata.drafter, **settings}
-        return DrafterCheckpoint(drafter, native, metadata.target, description=metadata.description)
+        return make_checkpoint(files, "redrafter", settings, native)
 
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
@@ -129,6 +123,9 @@ class TensorRtRedrafter(Layout):
         }
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", renamed)
+
+
+TENSORRT_REDRAFTER = TensorRtRedrafter()
 
 
 def swap_halves(tensor: Tensor, *dims: int) -> Tensor:

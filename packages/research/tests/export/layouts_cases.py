@@ -10,7 +10,7 @@ CASES: dict[str, Any] = {
         "redrafter": REDRAFTER,
         "domino": DOMINO,
         "xpress": XPRESS,
-        "spectrain_research.jetspec.layout.FlatJetSpec": {**DFLASH, "causal": True},
+        "spectrain_research.jetspec.layout.FLAT_JETSPEC": {**DFLASH, "causal": True},
         "gated_lora": {"num_masks": 2, "rank": 4},
     }
 }
