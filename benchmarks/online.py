@@ -20,8 +20,8 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters import step_cost
 from spectrain.features.live_source import LiveSource
-from spectrain.models import step_cost
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
 from spectrain.planning import footprint

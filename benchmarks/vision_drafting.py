@@ -28,12 +28,12 @@ from scripts.train_tiny_targets import (
 )
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session, prepare_for_decoding, tune_drafter
 from spectrain.eval.intervals import interval
 from spectrain.files import write_text
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.provenance import collect_provenance
 from spectrain.runs import train as training
 from spectrain.runs.drafters import load_drafter

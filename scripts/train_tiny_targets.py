@@ -28,14 +28,14 @@ from transformers import AutoConfig
 from scripts.tiny_training import take_step
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
+from spectrain.data.image_processor import get_images
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.eval.prompts import read_prompts
 from spectrain.files import write_text
 from spectrain.models.bundled import TINY_DIRECTORY
-from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.images import get_images
 from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
@@ -219,7 +219,7 @@ def train_target(
 
 
 def make_image_processor(model: Any, tokenizer: Any) -> Any:
-    from spectrain.models.images import ImageProcessor
+    from spectrain.data.image_processor import ImageProcessor
 
     images = ImageProcessor("", True)
     images.processor = Processor(tokenizer, model.config)

@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
-from spectrain.models.images import ImageProcessor, get_images, has_complete_images
-
 from .chat import Example, tokenize_conversation
+from .chat_template import KINDS, ChatTemplate, Kind
+from .image_processor import ImageProcessor, get_images, has_complete_images
 from .messages import Conversation
 
 # The state of a stream of batches in a checkpoint.

@@ -20,13 +20,13 @@ from spectrain.config.choices import find_choice
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .capabilities import Capabilities, DraftingCost, SavedFiles
 from .context import Context
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 
 @dataclass(frozen=True)

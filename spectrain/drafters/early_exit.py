@@ -29,11 +29,11 @@ from spectrain.kernels.linear_divergence import (
 )
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
 from .capabilities import DrafterWithExits
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -1,9 +1,9 @@
-"""Attention over two sets of keys, computed separately and merged by their log-sum-exps: exact, and
-without a mask.
+"""The attention of a drafter that is unrolled over its own states in training, as EAGLE's: over two
+sets of keys, computed separately and merged by their log-sum-exps. It is exact and needs no mask.
 
-A drafter that is unrolled over its own states gives each token, after the causal keys of the first
-step, one key of every later step. With l = log sum exp of the causal scores and s_i the scores of
-the later keys, of all L = log(e^l + sum_i e^s_i):
+It gives each token, after the causal keys of the first step, one key of every later step. With l =
+log sum exp of the causal scores and s_i the scores of the later keys, of all L = log(e^l + sum_i
+e^s_i):
 
     out = e^(l - L) out_causal + sum_i e^(s_i - L) v_i
 
@@ -16,24 +16,69 @@ Shapes: B batch, H query heads, K key-value heads, G = H / K, T tokens, S later 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.kernels.dispatch import run_on_cpu
-from spectrain.kernels.fused_attention import document_starts, supports_flash
+from spectrain.kernels.fused_attention import (
+    document_starts,
+    supports_documents,
+    supports_flash,
+)
+from spectrain.models.attention import (
+    attend_per_document,
+    attend_rows,
+    causal_attention,
+    find_text_kernels,
+    needs_scores,
+)
+from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 
 aten = torch.ops.aten
 
 
-def find_text_kernels(q: Tensor, k: Tensor, v: Tensor, longest: int) -> Any:
-    """Return an installed package's causal attention of queries [B, H, T, D], keys and values [B,
-    K, T, D] of texts of up to so many tokens: `attend`, with gradients, and its parts
-    `attend_with_lse` and `gradients`. None where torch attends."""
-    if torch.compiler.is_compiling():
-        return None
-    return run_on_cpu("causal_attention", q, k, v, longest)
+def unrolled_attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    lengths: tuple[int, ...] | None = None,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+) -> Tensor:
+    """Return [B, H, T, D] for a drafter that is unrolled over its own states. The keys of the first
+    step are causal; of each later step, token t sees the key of its own index. Each step is one
+    position later, and a window counts positions."""
+    if len(keys) == 1:
+        return causal_attention(q, keys[0], values[0], lengths, options)
+    steps = len(keys)
+    window = options.window
+
+    def join(parts: Sequence[Tensor], lengths: tuple[int, ...] | None) -> Tensor:
+        later_keys, later_values = (
+            torch.stack([*parts[begin + 1 : begin + steps]], dim=2) for begin in (1, 1 + steps)
+        )
+        return merged_attention(
+            parts[0], parts[1], parts[1 + steps], later_keys, later_values, options.scale, lengths
+        )
+
+    def is_joined(q: Tensor, longest: int) -> bool:
+        is_unlimited = window is None or longest + steps - 1 <= window
+        return is_mergeable(q, values[0]) and not needs_scores(options) and is_unlimited
+
+    def attend(q: Tensor, *parts: Tensor) -> Tensor:
+        if is_joined(q, q.shape[2]):
+            return join((q, *parts), None)
+        return attend_rows(q, parts[:steps], parts[steps:], 0, options)
+
+    if (
+        lengths is not None
+        and len(lengths) > 1
+        and supports_documents(q, values[0])
+        and is_joined(q, max(lengths))
+    ):
+        return join((q, *keys, *values), lengths)
+    return attend_per_document(attend, lengths, q, *keys, *values)
 
 
 def is_mergeable(q: Tensor, v: Tensor) -> bool:

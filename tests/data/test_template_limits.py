@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from spectrain.data import template_limits
+from spectrain.data.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from spectrain.data.messages import Conversation, parse_conversation
+from spectrain.data.template_arguments import check_template_arguments, reserved_names
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.follow.examples import tokenize_conversation
 from spectrain.follow.exchange import Exchange
 from spectrain.follow.kinds import KindRegistry
 from spectrain.follow.traffic import RecordedConversation, parse_exchange
-from spectrain.models import template_limits
-from spectrain.models.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from spectrain.models.target import Target
-from spectrain.models.template_arguments import check_template_arguments, reserved_names
 from spectrain.servers.base import DraftedRounds
 from tests.data.chat_templates import SOURCES, make_tokenizer
 
