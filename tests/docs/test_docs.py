@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.pages.make_pages import FOLDER
+from lab.pages.make_pages import PAGES as RESULTS_PAGES
+from lab.pages.systems_page import render_systems_page
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
-from scripts.make_results_pages import FOLDER
-from scripts.make_results_pages import PAGES as RESULTS_PAGES
-from scripts.systems_page import render_systems_page
 from spectrain.cli import help, main, overrides
 from spectrain.config.choices import (
     choice_files,
@@ -36,7 +36,7 @@ GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
 # Settings of all drafters that no constructor has.
 EVERY_DRAFTER = {"init"}
 REPOSITORY_PATH = re.compile(
-    r"(?:benchmarks|conf|data|docs|eval|examples|kernels|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
+    r"(?:conf|docs|eval|examples|kernels|lab|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
 )
 
 
@@ -191,7 +191,7 @@ def find_command_fault(words: list[str]) -> str | None:
     if (
         first == "python"
         and rest[:1] == ["-m"]
-        and rest[1].split(".")[0] in {"benchmarks", "examples", "scripts", "tests"}
+        and rest[1].split(".")[0] in {"examples", "lab", "scripts", "tests"}
     ):
         path = ROOT.joinpath(*rest[1].split("."))
         return (
@@ -222,7 +222,7 @@ def test_every_line_of_a_shell_block_is_a_command(document: str) -> None:
         "recipe=eagle3    # memory and disk",
         "scores a drafter that needs no training",
         "spectrain bench decode spectrain chat",
-        "python -m benchmarks.nothing",
+        "python -m lab.benchmarks.nothing",
         "spectrain doctor && spectrum plan",
     ],
 )
@@ -323,8 +323,8 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
-    """Every number of these pages comes from eval/results/; `python -m
-    scripts.make_results_pages` writes them.
+    """Every number of these pages comes from lab/results/; `python -m
+    lab.pages.make_pages` writes them.
     """
     for name, page in RESULTS_PAGES.items():
         assert (FOLDER / f"{name}.md").read_text() == page.render(), name

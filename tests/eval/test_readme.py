@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from scripts.make_results_pages import PAGES
+from lab.pages.make_pages import PAGES
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
 
 
 @pytest.fixture(params=["comparison-smollm2", "comparison-tiny"])
