@@ -1,4 +1,4 @@
-"""Write the table of tree attention's configurations into docs/results/kernels.md: what the
+"""Write the table of tree attention's configurations into docs/results/speed.md: what the
 compiler makes of them for sm_90.
 
     python -m lab.benchmarks.kernel_table
@@ -17,7 +17,7 @@ from spectrain.kernels import tree_attention
 from tests.kernels import aot
 from tests.kernels.test_compiled import ROWS, attention
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "speed.md"
 MARKS = "<!-- registers -->", "<!-- /registers -->"
 # bf16 operations a cycle of a multiprocessor, at the rate that a large product reaches
 DENSE = 790e12 / 132 / 1.755e9

@@ -175,7 +175,7 @@ def render_markdown(folder: Path) -> str:
 
 def render_goals(folder: Path) -> str:
     """Return, for every GPU, what has a goal and every missed goal by name;
-    docs/results/gpu-goals.md contains it.
+    docs/results/speed.md contains it.
     """
     return "\n\n".join(
         "\n\n".join(render_verdicts(evidence))

@@ -3,8 +3,7 @@
 from typing import Any
 
 from lab.benchmarks.follow_overhead import NUM_PARTS
-from lab.pages.results_page import fill_paragraphs
-from lab.pages.results_tables import format_table
+from lab.pages.render import fill_paragraphs, format_table
 from spectrain.follow.settings import FollowSettings
 
 RATES = {
@@ -26,44 +25,12 @@ SPEEDS = {
     "after the swap": "candidate",
 }
 
-DAY = """vLLM 0.32 for CPUs serves behind the proxy, with one request at a time. Each day has a
-column. `make follow-demo` runs a day with this project's own engine."""
-OVERHEAD = """Medians over requests, in milliseconds. A server in a process of its own streams 16
-parts, one every 20 ms, or answers at once; requests go to it directly and through the proxy in
-turn. The streams of a row begin in the same instant, so that one also waits for those before it."""
 
-
-def follow_tables(
-    days: dict[str, Any],
-    quiet: dict[str, Any],
-    alarms: dict[str, Any],
-    faults: dict[str, Any],
-    overhead: dict[str, Any],
-) -> str:
-    """Return all parts of the page."""
-    parts = [
-        "## A day in minutes",
-        fill_paragraphs(DAY),
-        day_tables(days["days"]),
-        "![Tokens per forward over time by kind of traffic](../follow.svg)",
-        "## False alarms",
-        fill_paragraphs(quiet_text(quiet)),
-        alarm_table(alarms),
-        "## Overhead of the proxy",
-        fill_paragraphs(OVERHEAD),
-        overhead_table(overhead),
-        "## Faults",
-        f"{sum(row['passed'] for row in faults['rows'])} of {len(faults['rows'])} passed. Every "
-        "answer through the proxy is compared with the one that the server gives without it.",
-        fault_table(faults),
-    ]
-    return "\n\n".join(parts)
-
-
-def day_tables(days: list[dict[str, Any]]) -> str:
+def day_tables(result: dict[str, Any]) -> str:
     """Return tokens per forward, the times of the events, the proof, and the cost of training, a
     column for each day.
     """
+    days = result["days"]
     names = [f"seed {day['seed']}" for day in days]
     rates = [
         [label, *(format_number(day["tokens_per_forward"][key], 2) for day in days)]
@@ -133,17 +100,11 @@ def quiet_text(quiet: dict[str, Any]) -> str:
             f"{day['requests'] // horizon} times the {horizon} requests within which the stated "
             f"probability of a false alarm is {100 * rate:.0f} %."
         )
-    return " ".join(sentences)
+    return fill_paragraphs(" ".join(sentences))
 
 
 def alarm_table(alarms: dict[str, Any]) -> str:
     """Return the false alarms and delays on simulated streams."""
-    setting = alarms["setting"]
-    first = (
-        f"Simulated: the stated rate is {100 * setting['rate']:.0f} % within {setting['horizon']} "
-        f"requests, with a reference of {setting['reference']}; the fall is of {setting['fall']} "
-        "standard deviations of a request."
-    )
     rows = [
         [
             row["distribution"],
@@ -162,7 +123,7 @@ def alarm_table(alarms: dict[str, Any]) -> str:
         "requests until a fall is noticed, median",
         "falls not noticed",
     ]
-    return f"{fill_paragraphs(first)}\n\n{format_table(titles, rows)}"
+    return format_table(titles, rows)
 
 
 def overhead_table(overhead: dict[str, Any]) -> str:
@@ -200,4 +161,9 @@ def fault_table(faults: dict[str, Any]) -> str:
     for row in faults["rows"]:
         counts.setdefault(row["fault"], []).append(row["passed"])
     rows = [[fault, str(len(passed)), str(sum(passed))] for fault, passed in counts.items()]
-    return format_table(["fault", "times", "passed"], rows)
+    passed = sum(row["passed"] for row in faults["rows"])
+    sentence = (
+        f"{passed} of {len(faults['rows'])} passed. Every answer through the proxy is compared "
+        "with the one that the server gives without it."
+    )
+    return f"{sentence}\n\n{format_table(['fault', 'times', 'passed'], rows)}"

@@ -1,9 +1,9 @@
-"""Tables of drafters in long texts, of the time of a training step by length, and of adapters."""
+"""Tables of drafters in long texts."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from lab.pages.results_tables import format_interval, format_table
+from lab.pages.render import format_interval, format_table
 
 CHANGES = {
     "full": "none",
@@ -29,30 +29,7 @@ REMEDIES = {
 """What the names of systems of a family stand for, and what training they take."""
 
 
-def long_tables(families: dict[str, Any], target: dict[str, Any], shipped: dict[str, Any]) -> str:
-    """Return the tables of the synthetic target, of families by training length, of remedies,
-    and of the shipped drafter.
-    """
-    remedied = [
-        row["family"]
-        for row in families["rows"]
-        if row["name"].endswith("-window") and row["seed"] == 0
-    ]
-    remedied = list(dict.fromkeys(remedied))
-    parts = [
-        "## The synthetic target",
-        target_tables(target, families),
-        "## Trained on 512 and on 4,096 tokens",
-        lengths_table(families),
-    ]
-    parts += [
-        "## Remedies for a drafter of short texts",
-        *(remedies_table(families, family) for family in remedied),
-    ]
-    return "\n\n".join([*parts, "## The shipped drafter on SmolLM2", long_drafters_table(shipped)])
-
-
-def target_tables(target: dict[str, Any], families: dict[str, Any]) -> str:
+def target_tables(families: dict[str, Any], target: dict[str, Any], _: Any) -> str:
     """Return perplexity by position and by length of the context, and the share of words of
     repeated facts that are right.
     """
@@ -117,6 +94,16 @@ def lengths_table(results: dict[str, Any]) -> str:
         ],
         cells,
     )
+
+
+def remedies_tables(results: dict[str, Any]) -> str:
+    """Return the remedies of each family that they were tried with."""
+    remedied = dict.fromkeys(
+        row["family"]
+        for row in results["rows"]
+        if row["name"].endswith("-window") and row["seed"] == 0
+    )
+    return "\n\n".join(remedies_table(results, family) for family in remedied)
 
 
 def remedies_table(results: dict[str, Any], family: str) -> str:
@@ -187,54 +174,3 @@ def long_drafters_table(results: dict[str, Any]) -> str:
         ["perplexity of the target", *perplexity, ""],
     ]
     return format_table(["change", *rows[0]["by_position"], "beyond 1k, relative to none"], cells)
-
-
-def times_table(times: dict[str, Any]) -> str:
-    """Return the CPU time per token of the parts of a training step by the length of a text."""
-    names = {
-        "target": "target's forward",
-        "all tokens": "drafter, loss on all tokens",
-        "window": f"drafter, `trainer.loss_tokens={times['loss_tokens']}`",
-    }
-    cells = [
-        [
-            f"{row['length']:,}",
-            *(
-                f"{row['ms_per_token'][key]:.3f}" if key in row["ms_per_token"] else ""
-                for key in names
-            ),
-        ]
-        for row in times["rows"]
-    ]
-    return format_table(["tokens", *(f"{title}, ms per token" for title in names.values())], cells)
-
-
-def adapters_table(results: dict[str, Any]) -> str:
-    """Return tokens per forward on both domains, and what is trained, before and after each way
-    to continue.
-    """
-    cells = []
-    for row in results["rows"]:
-        lengths = [
-            format_spread(row[domain], [seed[domain] for seed in row["seeds"]])
-            for domain in ("second", "first")
-        ]
-        cells.append(
-            [row["name"], *lengths, f"{row['trained']:,}", f"{row['state_bytes'] / 1e6:.2f} MB"]
-        )
-    titles = [
-        "training",
-        "new domain",
-        "first domain",
-        "trained parameters",
-        "gradients and optimiser state",
-    ]
-    return format_table(titles, cells)
-
-
-def format_spread(numbers: dict[str, Any], seeds: list[float]) -> str:
-    """Return a mean over seeds, and each seed's number where there are several."""
-    single = (
-        "" if numbers["deviation"] is None else f" ({', '.join(f'{value:.2f}' for value in seeds)})"
-    )
-    return f"{numbers['mean']:.2f}{single}"

@@ -2,7 +2,6 @@
 prompts.
 """
 
-import textwrap
 from collections import defaultdict
 from typing import Any
 
@@ -13,7 +12,7 @@ from lab.benchmarks.pooled_lengths import (
     resample_lengths,
     resample_prompts,
 )
-from lab.pages.results_tables import describe_setting, format_interval, format_table, training_table
+from lab.pages.render import format_interval, format_table
 
 TREES = {"chain": "chain of 3", "tree": "16 nodes, 5 deep"}
 # The first two have drafter.start=fitted; the fourth had no heads that attend to their own position
@@ -147,81 +146,8 @@ def trials_table(result: dict[str, Any]) -> str:
     return format_table(["change", "seeds", "chain of 3, ratio", "tree, ratio"], rows)
 
 
-def methods_tables(ways: dict[str, Any], trials: dict[str, Any]) -> str:
-    """Return the tables of the page of training methods."""
-    note = (
-        "EAGLE-3 on tiny, 81 thousand tokens in batches of 512, three unrolled steps. A row holds "
-        "tokens per forward and the ratio to the row that it changes, paired by seeds and "
-        "prompts, with its interval over both. Lengths are computed over the target's answers to "
-        "72 held-out prompts of 64 tokens: every round starts where the last one ended, and the "
-        "tree is a fixed one of 16 nodes (4, 6, 4 and 1 by depth). A ratio of one seed says "
-        "little about other seeds."
-    )
-    return (
-        f"{training_table(ways)}\n\n## Changes of EAGLE-3's "
-        f"training\n\n{fill_text(note)}\n\n{trials_table(trials)}"
-    )
-
-
-def fill_text(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 128, break_long_words=False, break_on_hyphens=False))
-
-
-def held_out_table(rows: list[dict[str, Any]]) -> str:
-    """Return what drafters draft right on held-out text, by their start and training."""
-    cells = [
-        [
-            row["start"],
-            f"{row['chain']:.3f}",
-            f"{row['top3']:.3f}",
-            *(" ".join(f"{x:.2f}" for x in row[key]) for key in ("agreement", "kl")),
-        ]
-        for row in rows
-    ]
-    return format_table(
-        ["start and training", "chain of 3", "any of 3", "right by step", "KL by step"], cells
-    )
-
-
-def fitted_tables(fitted: dict[str, Any]) -> str:
-    """Return what drafters of SmolLM2 draft right on two sets of held-out text, by their start
-    and training.
-    """
-    later = fitted["later"]
-    note = (
-        "SmolLM2, 69 thousand tokens, seed 0, on 13,036 positions of 80 held-out conversations, "
-        "with the true tokens as input: tokens per forward of chains of three, the same where any "
-        "of the three likeliest tokens of each step counts, and by draft step the share of right "
-        "tokens and KL(p || q). Rows with a frozen output layer, and the one with AdamW at 5e-4, "
-        "were run when the feed-forward block was fitted over two draft steps, which changes an "
-        "untrained drafter by less than 1 %. A script that is not part of the project measured "
-        "them."
-    )
-    note_later = (
-        f"Later changes, on {later['positions']:,} positions of 80 held-out conversations, which "
-        "are chosen otherwise, so only rows of this table can be compared. Those with Muon have "
-        "`drafter.step_decay=1`, `schedule=linear`, `trainer.clip=1`."
-    )
-    tables = [held_out_table(part["rows"]) for part in (fitted, later)]
-    settings = [describe_setting(part) for part in (fitted, later)]
-    return "\n\n".join(
-        [
-            "## Fitted initial weights",
-            settings[0],
-            fill_text(note),
-            tables[0],
-            fill_text(note_later),
-            settings[1],
-            tables[1],
-        ]
-    )
-
-
-def speculators_tables(
-    result: dict[str, Any], fitted: dict[str, Any], trials: dict[str, Any], pace: dict[str, Any]
-) -> str:
-    """Return the comparison by target and budget, the grid of rates, the fitted start, changes of
-    spectrain's training, and the pace of both."""
+def budget_tables(result: dict[str, Any]) -> str:
+    """Return the comparison by target and budget, and the grid of rates."""
     parts = []
     budgets = sorted(
         {(run["target"] != "tiny", run["passes"], run["target"]) for run in result["runs"]}
@@ -237,19 +163,7 @@ def speculators_tables(
                 "### Rates\n\nSeed 0; rates of Muon are those of AdamW's part and of the "
                 f"matrices.\n\n{grid_table(runs)}"
             )
-    note = (
-        "All but `start=random` start as `drafter.start=target`. One run each, seed 0. A row "
-        "holds tokens per forward and the ratio to the heading row above it, over the same "
-        "prompts; other seeds differ by up to 4 %. The three norms are `norm_before_fc`, "
-        "`norm_before_residual` and `norm_output` of `drafter.architecture`, which the library "
-        "has by default. `--changes` of the benchmark gives these settings. The output layer was "
-        "frozen by hand, before `drafter.freeze_output` did that."
-    )
-    changes = (
-        "## Changes of spectrain's "
-        f"training\n\n{describe_setting(trials)}\n\n{fill_text(note)}\n\n{trials_table(trials)}"
-    )
-    return "\n\n".join([*parts, fitted_tables(fitted), changes, pace_table(pace)])
+    return "\n\n".join(parts)
 
 
 def pace_table(pace: dict[str, Any]) -> str:
@@ -267,12 +181,5 @@ def pace_table(pace: dict[str, Any]) -> str:
             f"{pace['ratio_with_the_target']:.2f} with the target's forward",
         ]
     )
-    table = format_table(
-        ["trained by", "seconds per step from given features", "tokens per second"], rows
-    )
-    note = f"The target's forward takes {seconds['target']:.2f} seconds in both."
-    heading = (
-        "## Pace at SmolLM2's size\n\n```sh\npython -m lab.benchmarks.against_speculators --pace "
-        "10\n```"
-    )
-    return f"{heading}\n\n{describe_setting(pace)}\n\n{table}\n\n{note}"
+    titles = ["trained by", "seconds per step from given features", "tokens per second"]
+    return format_table(titles, rows)

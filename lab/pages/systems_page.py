@@ -3,21 +3,20 @@ lab/results/systems.json.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.systems import read_systems
-from lab.pages.results_tables import (
+from lab.pages.render import (
+    RESULTS,
     describe_setting,
     format_interval,
     format_length,
     format_speed,
     format_table,
+    load_results,
 )
 from spectrain.config.choices import conf_folders
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "lab" / "results"
 TITLES = (
     "system",
     "paper",
@@ -58,12 +57,6 @@ STATES = {"works": "works", "part": "works in part", "out": "out of scope"}
 LEFT_OUT = "Methods that surveys name and that are not built here, with the reason."
 CLAIMS = """An audit compared names with code. The table says what each name stood for, what it
 stands for now, and what was measured since."""
-
-
-def load_results(name: str) -> dict[str, Any]:
-    """Return a file of lab/results."""
-    results: dict[str, Any] = json.loads((RESULTS / name).read_text())
-    return results
 
 
 def render_systems_page() -> str:
@@ -145,7 +138,7 @@ def describe_equal(name: str) -> str:
     base = rows[0]["name"]
     return (
         f"{label}: {tokens} of the tokens of `{base}`, {speed} of its speed [at equal "
-        "data](results/equal-data.md)"
+        "data](results/families.md#drafters-beside-their-bases-after-the-same-tokens)"
     )
 
 
@@ -232,5 +225,6 @@ def describe_reads(name: str) -> str:
     entry = last["drafters"][name]
     return (
         f"{name}, behind {last['length']:,} tokens: {entry['acceptance_length']:.2f} tokens, "
-        f"{entry['ratio']:.2f} of the [bytes](results/less-cache.md)"
+        f"{entry['ratio']:.2f} of the "
+        "[bytes](results/scale.md#self-drafting-with-less-of-the-cache)"
     )

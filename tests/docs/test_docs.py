@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.pages.make_pages import FOLDER
-from lab.pages.make_pages import PAGES as RESULTS_PAGES
-from lab.pages.systems_page import render_systems_page
+from lab.pages.make_pages import FOLDER, render_result_pages
+from lab.pages.render import BLOCK, load_measurements
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
 from spectrain.cli import help, main, overrides
 from spectrain.config.choices import (
@@ -286,12 +285,15 @@ def test_the_readme_is_short() -> None:
     assert len(DOCUMENTS["README.md"].splitlines()) <= 150
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/families/index.md"])
-def test_every_recipe_is_in_the_table(document: str) -> None:
-    """The first column of the tables of families names each."""
+@pytest.mark.parametrize(
+    ("document", "folders"),
+    [("README.md", [ROOT / "conf"]), ("docs/families/index.md", conf_folders())],
+)
+def test_every_recipe_is_in_the_table(document: str, folders: list[Path]) -> None:
+    """The first column of the tables of families names each; README has those of the core."""
     lines = [line for line in DOCUMENTS[document].splitlines() if line.startswith("| `")]
     table = {name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])}
-    assert {*choice_files("recipe", conf_folders())} <= table
+    assert {*choice_files("recipe", folders)} <= table
 
 
 FAMILIES = sorted(
@@ -323,12 +325,13 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
-    """Every number of these pages comes from lab/results/; `python -m
-    lab.pages.make_pages` writes them.
+    """Every number of a measured section comes from lab/results/; `python -m
+    lab.pages.make_pages` writes them. Each measurement has one section.
     """
-    for name, page in RESULTS_PAGES.items():
-        assert (FOLDER / f"{name}.md").read_text() == page.render(), name
-    assert DOCUMENTS["docs/systems.md"] == render_systems_page()
+    for path, text in render_result_pages().items():
+        assert path.read_text() == text, path.name
+    text = "".join(path.read_text() for path in FOLDER.glob("*.md"))
+    assert sorted(name for _, name, _ in BLOCK.findall(text)) == sorted(load_measurements())
 
 
 def test_the_reference_describes_every_setting() -> None:
