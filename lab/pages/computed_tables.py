@@ -427,9 +427,10 @@ def neighbours_table(result: dict[str, Any]) -> str:
         ["prompts", "neighbours", "threads", *speeds, *(SCORED_SYSTEMS[name] for name in names)],
         rows,
     )
-    measured = [case for case in result["cases"] if "setting" in case]
     lines = dict.fromkeys(
-        f"- {case['questions']}: {list_facts(case['setting'])}." for case in measured
+        f"- {case['questions']}: {list_facts(case['setting'])}."
+        for case in result["cases"]
+        if "setting" in case
     )
     return f"{table}\n\nSettings:\n\n" + "\n".join(lines)
 

@@ -20,7 +20,7 @@ FORMAT is one of FORMATS or one of Python's.
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -220,7 +220,7 @@ def shorten_command(command: str) -> str:
     return " ".join(word for word in command.split() if word.startswith(named))
 
 
-FORMATS = {
+FORMATS: dict[str, Callable[[Any], str]] = {
     "length": format_length,
     "ratio": format_ratio,
     "difference": format_difference,

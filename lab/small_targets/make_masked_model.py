@@ -38,7 +38,7 @@ def read_examples(target: Target, answer_tokens: int) -> list[tuple[list[int], l
     """Return prompts with their answers, cut to size: every piece of an answer follows the
     tokens before it.
     """
-    pairs = []
+    pairs: list[tuple[list[int], list[int]]] = []
     for conversation in EmbeddedReader().load_conversations():
         for example in tokenize_conversation(target.template, conversation)[:1]:
             pairs += split_example(example, answer_tokens)
