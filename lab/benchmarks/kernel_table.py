@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lab.pages.render import format_table
 from spectrain.kernels import tree_attention
 from tests.kernels import aot
 from tests.kernels.test_compiled import ROWS, attention
@@ -71,8 +72,8 @@ def build_kernel(head_size: int, num_rows: int, **options: bool) -> BuiltKernel:
     return BuiltKernel(cut, tiles.block_m, tiles.block_p, tiles.num_warps, aot.compile_for(request))
 
 
-def make_table() -> list[str]:
-    """Return the lines of the table, one for every configuration, with windows and softcaps and
+def make_table() -> str:
+    """Return the table, a row for every configuration, with windows and softcaps and
     without.
     """
     titles = [
@@ -83,14 +84,14 @@ def make_table() -> list[str]:
         "instructions",
         "products",
     ]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    rows = []
     for options in ({}, {"window": True, "softcap": True}):
         for head_size in tree_attention.TILE_CONFIGS:
             for num_rows in sorted(ROWS):
                 cells = build_kernel(head_size, num_rows, **options).cells(head_size)
                 name = f"{head_size}, {num_rows}" + (", window and softcap" if options else "")
-                lines.append("| " + " | ".join([name, *cells]) + " |")
-    return lines
+                rows.append([name, *cells])
+    return format_table(titles, rows)
 
 
 def describe_compilers() -> str:
@@ -110,18 +111,10 @@ def describe_compilers() -> str:
 
 
 def main() -> None:
-    lines = make_table()
-    text = PAGE.read_text()
-    begin, rest = text.split(MARKS[0])
+    setting = f"sm_90, bfloat16, four query heads to a key-value head; {describe_compilers()}."
+    begin, rest = PAGE.read_text().split(MARKS[0])
     end = rest.split(MARKS[1])[1]
-    body = "\n".join(
-        [
-            f"sm_90, bfloat16, four query heads to a key-value head; {describe_compilers()}.",
-            "",
-            *lines,
-        ]
-    )
-    PAGE.write_text(f"{begin}{MARKS[0]}\n{body}\n{MARKS[1]}{end}")
+    PAGE.write_text(f"{begin}{MARKS[0]}\n{setting}\n\n{make_table()}\n{MARKS[1]}{end}")
 
 
 if __name__ == "__main__":

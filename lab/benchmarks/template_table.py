@@ -4,6 +4,7 @@ benchmarks.template_table` prints Markdown.
 
 from collections import Counter
 
+from lab.pages.render import format_table
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.messages import parse_conversation
 from spectrain.errors import UserError
@@ -34,10 +35,8 @@ def describe_row(name: str, row: str) -> str:
 
 
 def main() -> None:
-    print("| row | " + " | ".join(SOURCES) + " |")
-    print("|---" * (len(SOURCES) + 1) + "|")
-    for row in ROWS:
-        print(f"| {row} | " + " | ".join(describe_row(name, row) for name in SOURCES) + " |")
+    rows = ([row, *(describe_row(name, row) for name in SOURCES)] for row in ROWS)
+    print(format_table(("row", *SOURCES), rows))
 
 
 if __name__ == "__main__":
