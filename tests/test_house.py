@@ -212,6 +212,12 @@ def test_the_core_imports_no_package() -> None:
         )
 
 
+def test_what_ships_imports_nothing_beside_it() -> None:
+    """The laboratory, scripts, tests and examples are in no wheel."""
+    pattern = re.compile(r"^\s*(?:from|import) (?:lab|scripts|tests|examples)\b", re.MULTILINE)
+    assert not [inside(path) for path in code() if pattern.search(path.read_text())]
+
+
 def test_the_tests_of_the_core_import_no_package() -> None:
     """They pass without the packages, whose tests may import them."""
     pattern = re.compile(
