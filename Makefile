@@ -25,7 +25,7 @@ demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M and measure its spee
 	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=3.5 eval.max_minutes=2.25 eval.serve_in=auto
 
 follow-demo: install  ## simulate a day of changing traffic: notice it, train, prove and swap a drafter: ten minutes
-	$(BIN)/python -m benchmarks.follow_day
+	$(BIN)/python -m lab.benchmarks.follow_day
 
 test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from spectrain.data.image_processor import get_images
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
 from spectrain.models.architectures.quantized import is_quantized
-from spectrain.models.images import get_images
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from spectrain.data.chat import render_chat
+from spectrain.data.chat_template import ChatTemplate, Kind, common_length
 from spectrain.data.messages import Conversation
 from spectrain.decoding.generation import Generation
 from spectrain.eval.intervals import Interval, interval
-from spectrain.models.chat_template import ChatTemplate, Kind, common_length
 
 POSITIONS = {"0-256": 256, "256-1k": 1024, "1k-4k": 4096, "4k+": None}
 """Ranges of positions in an answer, in tokens -> the first position after the range."""

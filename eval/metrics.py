@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.data.chat import token_kinds
+from spectrain.data.chat_template import KINDS, ChatTemplate, Kind
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.intervals import Floats, Interval, interval
 from spectrain.eval.kinds import (
@@ -33,7 +34,6 @@ from spectrain.eval.system_numbers import (
     Speedup,
     TokensPerSecond,
 )
-from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.data.chat import list_unrendered, render_chat, tokenize_prompt
+from spectrain.data.chat_template import Message
 from spectrain.data.images import MessageContent, RowImages, content_text
 from spectrain.data.messages import (
     MAX_TURNS,
@@ -25,11 +26,11 @@ from spectrain.data.messages import (
     parse_message,
     parse_tools,
 )
+from spectrain.data.readers import DATA_FOLDER
+from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
-from spectrain.models.chat_template import Message
 from spectrain.models.target import Target
-from spectrain.models.template_arguments import check_template_arguments
 
 # Name -> data set, subset, split.
 HUB: dict[str, tuple[str, str | None, str]] = {
@@ -233,11 +234,7 @@ def _read_rows(source: str | None) -> Rows:
     if source in HUB:
         return _hub_rows(source)
     if source is None or source in SHIPPED:
-        import spectrain
-
-        return _file_rows(
-            Path(spectrain.__file__).parent / "data" / SHIPPED.get(source or "", "heldout.jsonl")
-        )
+        return _file_rows(DATA_FOLDER / SHIPPED.get(source or "", "heldout.jsonl"))
     if source == "humaneval":
         return _file_rows(_find_humaneval())
     file = Path(source).expanduser()

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spectrain.data.chat import token_kinds
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
@@ -21,7 +22,6 @@ from spectrain.eval.kinds import kind_runs
 from spectrain.eval.metrics import Turn
 from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import atomic_write, write_text
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.device import DeviceLimits, measure_limits, roofline_seconds
 from spectrain.models.target import Target
 

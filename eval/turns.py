@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.progress import track
 
+from spectrain.data.chat_template import Kind
 from spectrain.decoding.generation import Generation
 from spectrain.eval.columns import AUTOREGRESSIVE
 from spectrain.eval.extensions import EvalExtension
@@ -21,7 +22,6 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
-from spectrain.models.chat_template import Kind
 from spectrain.models.energy import find_energy_reader
 from spectrain.output.console import make_console
 from spectrain.training.metrics import Pace, format_duration

@@ -12,7 +12,7 @@ Why not Liger's fused losses (0.8.5): on an H100 those of cross-entropy and Jens
 divergence cut rows into 1/32, small products that made a step of 1,024 rows 4.3 times slower than
 torch without fusion by Liger's own benchmark (of 0.3.1; a chunk of 2,048 rows keeps products
 large); its KL divergence needs all of p, [R, V]; none returns the most likely entries, weighs rows
-or reads a target's products. docs/results/kernels.md compares launches and bytes, also with
+or reads a target's products. docs/results/speed.md compares launches and bytes, also with
 cut-cross-entropy.
 """
 

@@ -4,12 +4,12 @@
 # Minutes: kernels 7; engine 15 (counts and identity 1, single 6, batched 6, training 2); families 3: 25 in all. More where
 # there is time: train 9, score 5, bench 5.
 #
-#   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|tuning|divergence] [toy]
-#   OUT=eval/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
-#   OUT=eval/results bash scripts/gpu_check.sh online [toy]
-#   RUNS="DIR ..." OUT=eval/results bash scripts/gpu_check.sh families
-#   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
-#   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh scale [toy]
+#   OUT=lab/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|tuning|divergence] [toy]
+#   OUT=lab/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
+#   OUT=lab/results bash scripts/gpu_check.sh online [toy]
+#   RUNS="DIR ..." OUT=lab/results bash scripts/gpu_check.sh families
+#   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh bench|train|score
+#   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh scale [toy]
 #
 # kernels, without a name all five, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
 # is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
@@ -25,7 +25,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PART=${1:-}
-OUT=${OUT:-eval/results}
+OUT=${OUT:-lab/results}
 RUN=${RUN:-runs/gpu-eagle3-smollm2}
 EPOCHS=${EPOCHS:-30} # ten times the CPU budget and more: all conversations, T = 7
 PYTHON=${PYTHON:-python3}
@@ -52,7 +52,7 @@ target=(target=smollm2)
 try_and_report() {
   local code=0
   tries "$@" || code=$?
-  "$PYTHON" -m benchmarks.report results="$OUT" > "$OUT/report.md"
+  "$PYTHON" -m lab.benchmarks.report results="$OUT" > "$OUT/report.md"
   return "$code"
 }
 
@@ -60,7 +60,7 @@ try_and_report() {
 kernels() {
   local out="$OUT/kernels.json" toy=false
   if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=true; fi
-  try_and_report "$PYTHON" -m benchmarks.kernels part="${1:-all}" out="$out" toy="$toy" seconds=420
+  try_and_report "$PYTHON" -m lab.benchmarks.kernels part="${1:-all}" out="$out" toy="$toy" seconds=420
 }
 
 # The engine needs transformers and peft besides.
@@ -68,13 +68,13 @@ engine() {
   local out="$OUT/engine.json" toy=false
   [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
   if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=true; fi
-  try_and_report "$PYTHON" -m benchmarks.engine part="$1" out="$out" toy="$toy" seconds=360 target="${TARGET:-null}"
+  try_and_report "$PYTHON" -m lab.benchmarks.engine part="$1" out="$out" toy="$toy" seconds=360 target="${TARGET:-null}"
 }
 
 online() {
   local out="$OUT/online.json" toy=false
   if [ "${1:-}" = toy ]; then out="$OUT/online-toy.json" toy=true; fi
-  timeout 530 "$PYTHON" -m benchmarks.online out="$out" toy="$toy" || [ $? -eq 124 ]
+  timeout 530 "$PYTHON" -m lab.benchmarks.online out="$out" toy="$toy" || [ $? -eq 124 ]
 }
 
 families() {
@@ -104,7 +104,7 @@ score() {
 scale() {
   local out="$OUT/scale.json" toy=false
   if [ "${1:-}" = toy ]; then out="$OUT/scale-toy.json" toy=true; fi
-  timeout 530 "$PYTHON" -m benchmarks.scale out="$out" toy="$toy" steps=20 target="${TARGET:-null}"
+  timeout 530 "$PYTHON" -m lab.benchmarks.scale out="$out" toy="$toy" steps=20 target="${TARGET:-null}"
 }
 
 bench() {

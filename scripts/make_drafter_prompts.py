@@ -40,14 +40,14 @@ class PromptFilter:
     def __init__(self, scored: Iterable[str]) -> None:
         texts = list(scored)
         self.scored_runs = {run for text in texts for run in list_word_runs(text)}
-        self.seen = {" ".join(split_words(text)) for text in texts}
+        self.written = {" ".join(split_words(text)) for text in texts}
 
     def accept(self, text: str) -> bool:
         """Tell whether to keep a prompt, and remember it."""
         words = split_words(text)
         key = " ".join(words)
-        is_new = key not in self.seen
-        self.seen.add(key)
+        is_new = key not in self.written
+        self.written.add(key)
         return is_new and 4 <= len(words) <= 120 and len(text) < 700 and not self.is_scored(text)
 
     def is_scored(self, text: str) -> bool:

@@ -3,10 +3,10 @@
     python scripts/make_embedded_data.py TARGET_DIR [--work build/embedded] [--out
     spectrain/data/conversations.jsonl.gz]
 
-Prompts are read from data/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a low
-temperature. Each finished batch is one file in --work, so a killed run goes on where it stopped;
-each batch has its own seed. 2,200 conversations take about an hour on two CPU cores, minutes on a
-GPU.
+Prompts are read from scripts/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a
+low temperature. Each finished batch is one file in --work, so a killed run goes on where it
+stopped; each batch has its own seed. 2,200 conversations take about an hour on two CPU cores,
+minutes on a GPU.
 
 Apart from `spectrain data regenerate`, which answers conversations anew that have answers already:
 here questions are all there is, answers that hit the limit are cut back to whole sentences, and the
@@ -33,7 +33,7 @@ from transformers import (
 from spectrain.models.fast import pack_linears
 from spectrain.models.pretrained import load_pretrained
 
-PROMPTS = Path(__file__).parents[1] / "data" / "embedded_prompts"
+PROMPTS = Path(__file__).with_name("embedded_prompts")
 
 
 def sample_answers(

@@ -29,8 +29,8 @@ ROOMS = (
     ("output", "errors", "files", "randomness", "provenance"),
     ("config",),
     ("trees",),
-    ("models",),
     ("data",),
+    ("models",),
     ("servers",),
     ("features",),
     ("drafters",),
@@ -48,7 +48,13 @@ lines before it.
 """
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 LEVEL |= {Path(package).name: LEVEL["follow"] for package in PACKAGES}
-PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
+PLAIN = {
+    "base",
+    "capabilities",
+    "context",
+    "step_cost",
+    "__init__",
+}  # modules in drafters/ that are no family
 
 SINGLE_PROGRAM = {
     "kernels/row_kl.py:_row_kl_kernel",
@@ -114,24 +120,49 @@ def room_of(path: Path) -> str:
 @cache
 def imports(path: Path) -> set[str]:
     """Return the modules of ours that a file imports, local and type-only imports too, without
-    the `spectrain.`.
+    the `spectrain.`; `__init__` is what the package itself has.
     """
     folders = inside(path).split("/")[:-1]
     package = folders if path.is_relative_to(ROOT / "packages") else ["spectrain", *folders]
+    return list_imported(tree(path), package)
+
+
+def list_imported(module: ast.Module, package: list[str]) -> set[str]:
+    """Return the modules of ours that a module in a package imports."""
     modules: set[str] = set()
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            modules |= {f"{module}.{alias.name}" for alias in node.names}
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            modules |= {f"{name}.{alias.name}" for alias in node.names}
     names = tuple(f"{Path(folder).name}." for folder in PACKAGES)
-    return {
-        name.removeprefix("spectrain.")
-        for name in modules
-        if name.startswith(("spectrain.", *names))
-    }
+    ours = {name for name in modules if name.startswith(("spectrain.", *names))}
+    bare = {name for name in modules if name == "spectrain"}
+    bare |= {name for name in ours if re.fullmatch(r"spectrain\.\w+", name) and is_attribute(name)}
+    return {name.removeprefix("spectrain.") for name in ours - bare} | {"__init__" for _ in bare}
+
+
+def is_attribute(name: str) -> bool:
+    """Return whether `spectrain.NAME` is neither a module nor a folder."""
+    path = ROOT / name.replace(".", "/")
+    return not path.is_dir() and not path.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(
+    ("statement", "module"),
+    [
+        ("def f():\n    import spectrain", "__init__"),
+        ("from spectrain import Target", "__init__"),
+        ("from .. import Target", "__init__"),
+        ("from spectrain import errors", "errors"),
+        ("from ..models.target import Target", "models.target.Target"),
+    ],
+)
+def test_every_form_of_import_counts(statement: str, module: str) -> None:
+    """An import of the package itself, inside a function too, is one of `spectrain/__init__.py`."""
+    assert list_imported(ast.parse(statement), ["spectrain", "eval"]) == {module}
 
 
 def list_edges() -> Iterator[tuple[Path, str]]:
@@ -179,6 +210,12 @@ def test_the_core_imports_no_package() -> None:
         assert not {name.split(".")[0] for name in imports(path)} & (names - {room_of(path)}), (
             inside(path)
         )
+
+
+def test_what_ships_imports_nothing_beside_it() -> None:
+    """The laboratory, scripts, tests and examples are in no wheel."""
+    pattern = re.compile(r"^\s*(?:from|import) (?:lab|scripts|tests|examples)\b", re.MULTILINE)
+    assert not [inside(path) for path in code() if pattern.search(path.read_text())]
 
 
 def test_the_tests_of_the_core_import_no_package() -> None:

@@ -91,7 +91,7 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
-    assert not [name for name in names if "benchmarks" in name or "embedded_prompts" in name]
+    assert not [name for name in names if "lab/" in name or "embedded_prompts" in name]
     expected = [
         "conf/train.yaml",
         "conf/recipe/eagle3.yaml",

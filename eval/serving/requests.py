@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from spectrain.data.chat_template import Kind
+from spectrain.data.image_processor import have_images
 from spectrain.data.messages import Conversation
 from spectrain.eval.kinds import opening_kind
 from spectrain.eval.prompts import Prompt, TurnAnswer
-from spectrain.models.chat_template import Kind
-from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, Server

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.errors import RunError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
@@ -43,7 +44,6 @@ from spectrain.eval.summary import (
 )
 from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import write_text
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.eval.identity import first_difference
 from spectrain.eval.prompts import Prompt
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import CompletionRequest, Server
 from spectrain.servers.errors import ServerError

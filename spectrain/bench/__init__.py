@@ -1,3 +1,3 @@
 """`spectrain bench`: what a user measures on her own machine. The project's own measurements are
-in benchmarks/.
+in lab/benchmarks/.
 """

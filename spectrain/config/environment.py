@@ -16,7 +16,7 @@ def let_threads_sleep() -> None:
 
     Two spinning threads take a core from every other process and lose it to them: beside one busy
     process a step of SmolLM2 with two threads took four times as long. An idle machine is up to a
-    sixth slower for it (docs/results/neighbours.md).
+    sixth slower for it (docs/results/speed.md).
     """
     if "torch" not in sys.modules and not any(os.environ.get(name) for name in WAIT_VARIABLES):
         _set_here["OMP_WAIT_POLICY"] = os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from spectrain.models.chat_template import TAG, ChatTemplate, Kind, Message
+from .chat_template import TAG, ChatTemplate, Kind, Message
 
 ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 

@@ -13,13 +13,13 @@ from typing import Any
 from rich.table import Table
 
 from spectrain.errors import UserError
-from spectrain.models.chat_template import KINDS, ChatTemplate
-from spectrain.models.images import ImageProcessor
 from spectrain.output.console import make_console
 
 from .chat import Example
+from .chat_template import KINDS, ChatTemplate
 from .dataset import is_too_short, make_examples
 from .hygiene import DuplicateIndex, PromptIndex, list_texts
+from .image_processor import ImageProcessor
 from .messages import Conversation
 from .readers import ConversationReader, DataSource
 from .tokens import check_vocabulary

@@ -20,7 +20,8 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from spectrain.errors import UserError
-from spectrain.models.chat_template import (
+
+from .chat_template import (
     KINDS,
     REASONING_NAMES,
     ChatTemplate,
@@ -29,8 +30,7 @@ from spectrain.models.chat_template import (
     Message,
     common_length,
 )
-from spectrain.models.images import ImageProcessor, get_images
-
+from .image_processor import ImageProcessor, get_images
 from .images import content_text, image_paths, tokenize_with_images
 from .messages import Conversation, name_row
 from .plain_text import tokenize_text, tokenize_text_prompt

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Below1
-from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
-from spectrain.models.images import ImageProcessor, get_images, has_complete_images
 
 from .chat import Example, tokenize_conversation
+from .chat_template import KINDS, ChatTemplate, Kind
+from .image_processor import ImageProcessor, get_images, has_complete_images
 from .messages import Conversation
 
 # A share of the conversations, or "auto": see `choose_held_out_share`.

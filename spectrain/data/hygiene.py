@@ -18,9 +18,8 @@ from hashlib import blake2b
 from typing import Any, Literal
 from zlib import crc32
 
-from spectrain.models.chat_template import REASONING_NAMES
-
 from .chat import Example
+from .chat_template import REASONING_NAMES
 from .images import content_text
 from .messages import Conversation
 

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.images import ImageProcessor, TextWithImages
+
+from .image_processor import ImageProcessor, TextWithImages
 
 MessageContent = str | list[dict[str, str]]
 """What a turn says: a text, or parts of {"type": "text", "text"} and {"type": "image", "path"}."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError
-from spectrain.models.chat_template import REASONING_NAMES, Message
-from spectrain.models.template_arguments import check_template_arguments
 
+from .chat_template import REASONING_NAMES, Message
 from .images import RowImages, content_text, image_paths
+from .template_arguments import check_template_arguments
 
 # Larger ones block a tokenizer for minutes.
 MAX_TURNS = 1_000

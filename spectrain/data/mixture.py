@@ -19,11 +19,11 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.check import check_value, settings_by_name
 from spectrain.config.choices import list_constructors
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.images import ImageProcessor
 
 from .chat import Example
+from .chat_template import ChatTemplate
 from .dataset import Dataset
+from .image_processor import ImageProcessor
 from .messages import Conversation
 from .readers import ConversationReader, DataSource
 

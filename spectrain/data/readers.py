@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.config.values import Number, Share
 from spectrain.errors import UserError, first_line
 from spectrain.files import open_text
-from spectrain.models.chat_template import ChatTemplate, Kind
-from spectrain.models.images import ImageProcessor
 
+from .chat_template import ChatTemplate, Kind
 from .dataset import Dataset, HeldOutShare, is_too_short, make_examples, split_held_out
 from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
 from .hygiene import DuplicateIndex, DuplicateMode
+from .image_processor import ImageProcessor
 from .messages import Conversation, parse_conversation
 
 DATA_FOLDER = Path(__file__).parent

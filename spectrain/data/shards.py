@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from spectrain.errors import UserError, first_line
 from spectrain.files import write_text
-from spectrain.models.chat_template import Message
 
+from .chat_template import Message
 from .messages import Conversation
 
 MANIFEST = "manifest.json"

@@ -24,10 +24,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.errors import RunError, UserError
-from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.images import ImageProcessor
 
 from .chat import Example
+from .chat_template import ChatTemplate
 from .dataset import (
     Batching,
     BatchStream,
@@ -39,6 +38,7 @@ from .dataset import (
     split_held_out,
 )
 from .files import parse_line
+from .image_processor import ImageProcessor
 from .messages import Conversation, drop_nulls, parse_conversation
 from .readers import ConversationReader
 from .text import parse_document

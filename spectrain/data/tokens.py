@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.images import ImageProcessor
 
 from .chat import Example
+from .chat_template import ChatTemplate
 from .dataset import Dataset
 from .files import read_rows
+from .image_processor import ImageProcessor
 from .readers import FileReader
 
 MASK_KEYS = ("loss_mask", "labels", "assistant_masks")

@@ -12,11 +12,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from spectrain.data.image_processor import have_images
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears, unpack_linears
-from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner, make_tuner
 from spectrain.trees.base import RoundPlan, RoundPolicy, TreeBuilder

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .capabilities import Capabilities, DraftingCost, SavedFiles
 from .context import Context
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.data.datastore import Datastore

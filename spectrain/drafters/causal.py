@@ -20,13 +20,13 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, OnPolicy, SavedFiles
 from .context import Context
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

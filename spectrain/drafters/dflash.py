@@ -18,12 +18,12 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
-from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.trees.rollout import MarginalRollout, Rollout
 
 from .base import Losses
 from .capabilities import OnPolicy
 from .context import Context
+from .step_cost import BatchShape, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -35,7 +35,7 @@ from .base import Losses
 from .context import Context
 
 if TYPE_CHECKING:
-    from spectrain.models.step_cost import BatchShape, StepCost
+    from .step_cost import BatchShape, StepCost
 from spectrain.models.target import Target
 
 

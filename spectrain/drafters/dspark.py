@@ -18,11 +18,11 @@ from spectrain.config.values import NotNegative, Share, Steps, Width
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, CombinedLoss, LowRankDrafter
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
+from .step_cost import BatchShape, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

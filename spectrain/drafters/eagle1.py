@@ -24,7 +24,6 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
-from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
@@ -33,6 +32,7 @@ from spectrain.trees.rollout import Draft
 from .base import Losses, TrainingState
 from .capabilities import SavedFiles
 from .context import Context
+from .layers.unrolled_attention import unrolled_attention
 
 NOISE_LENGTH = 512  # tokens of a text whose noise has the width of the setting
 

@@ -29,10 +29,10 @@ from spectrain.kernels.linear_divergence import (
 )
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

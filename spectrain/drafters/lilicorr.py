@@ -22,11 +22,11 @@ from spectrain.drafters.layers.candidates import CandidateRollout, candidate_log
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Rollout
 
 from .base import Losses
 from .context import Context
+from .step_cost import BatchShape, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

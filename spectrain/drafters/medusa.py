@@ -25,12 +25,12 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import DepthRollout, Draft
 
 from .base import Losses, Stage, TrainingState
 from .capabilities import Capture, SavedFiles
 from .context import Context
+from .step_cost import BatchShape, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -33,6 +33,7 @@ from spectrain.trees.rollout import Draft
 from .base import Losses, TrainingState
 from .capabilities import ContextParallel, SavedFiles
 from .context import Context
+from .layers.unrolled_attention import unrolled_attention
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -176,7 +177,7 @@ class Mtp(FeatureLayerDrafter):
             new_kv.append((k, v))
             keys, values = ([kv[part] for kv in (*earlier_kv, new_kv[0])] for part in (0, 1))
             return batch.piece.attend_unrolled(
-                UnrolledRows(q, keys, values, batch.lengths, options)
+                unrolled_attention, UnrolledRows(q, keys, values, batch.lengths, options)
             )
 
         return self.block(self.inputs(tokens, hidden), positions, attend), new_kv[0]

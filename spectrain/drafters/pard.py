@@ -32,13 +32,13 @@ from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, OnePassCost, SavedFiles
 from .context import Context
+from .step_cost import BatchShape, Judged, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -31,12 +31,13 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
 from .capabilities import ContextParallel, OnePassCost, SavedFiles
 from .context import Context
+from .layers.unrolled_attention import unrolled_attention
+from .step_cost import BatchShape, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -203,7 +204,9 @@ class PEagle(EagleDrafter):
             )
             q, k, v = piece.exchange_qkv(*rows)
             options = AttentionOptions(window=self.window)
-            attended = piece.attend_unrolled(UnrolledRows(q, [k], [v], batch.lengths, options))
+            attended = piece.attend_unrolled(
+                unrolled_attention, UnrolledRows(q, [k], [v], batch.lengths, options)
+            )
             context = k.transpose(0, 1).flatten(1, 2)[None], v.transpose(0, 1).flatten(1, 2)[None]
             mask_qkv = piece.exchange_slots((own_q, own_k, own_v), owners)
             masks = piece.return_slots(

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
+from spectrain.data.image_processor import refuse_images
 from spectrain.errors import RunError
 from spectrain.models.features import Features, Layer
-from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.servers.base import Server
 

@@ -24,7 +24,7 @@ heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from spectrain.models.attention import attend_rows, unrolled_attention
+from spectrain.models.attention import attend_rows
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 
 ContextMethod = Literal["ulysses", "gather"]
@@ -41,8 +41,8 @@ QueriesKeysValues = tuple[Tensor, Tensor, Tensor]
 
 
 class UnrolledRows(NamedTuple):
-    """What `unrolled_attention` reads: queries, and the keys and values of the text and of
-    earlier draft steps.
+    """What the attention of an unrolled drafter reads: queries, and the keys and values of the
+    text and of earlier draft steps.
     """
 
     q: Tensor
@@ -104,11 +104,11 @@ class ContextPiece:
         """
         return k, v
 
-    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
-        """Return `unrolled_attention` at the columns of this process, [B, H, t, D], from
-        exchanged tensors.
+    def attend_unrolled(self, attend: Callable[..., Tensor], rows: UnrolledRows) -> Tensor:
+        """Return a drafter's unrolled attention `attend` at the columns of this process,
+        [B, H, t, D], from exchanged tensors.
         """
-        return unrolled_attention(*rows)
+        return attend(*rows)
 
     def exchange_slots(self, qkv: QueriesKeysValues, owners: RowOwners) -> QueriesKeysValues:
         """Return queries, keys and values of draft slots [1, H or G, R, D] as their attention
@@ -182,12 +182,12 @@ class HeadsPiece(SplitPiece):
         k, v = self._exchange_heads((k, v), self.owners)
         return k, v
 
-    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
+    def attend_unrolled(self, attend: Callable[..., Tensor], rows: UnrolledRows) -> Tensor:
         sinks = rows.options.sinks
         if sinks is not None:
             own = rows.options._replace(sinks=sinks.chunk(self.group.size)[self.group.rank])
             rows = rows._replace(options=own)
-        return self.group.return_heads(unrolled_attention(*rows), self.owners)
+        return self.group.return_heads(attend(*rows), self.owners)
 
     def exchange_slots(self, qkv: QueriesKeysValues, owners: RowOwners) -> QueriesKeysValues:
         q, k, v = (owners.restore_order(part) for part in self._exchange_heads(qkv, owners))
@@ -221,7 +221,7 @@ class KeysPiece(SplitPiece):
         )
         return k, v
 
-    def attend_unrolled(self, rows: UnrolledRows) -> Tensor:
+    def attend_unrolled(self, attend: Callable[..., Tensor], rows: UnrolledRows) -> Tensor:
         q, keys, values, lengths, options = rows
         # The sum keeps a process without columns in the exchanges of the backward pass.
         outputs = [q[:, :, :0] + 0 * sum(part.sum() for part in (keys[0], values[0]))]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from spectrain.data.chat import Example, tokenize_prompt
 from spectrain.data.messages import Conversation
+from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.target import Target
-from spectrain.models.template_arguments import check_template_arguments
 
 from .traffic import RecordedConversation
 

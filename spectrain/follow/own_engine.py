@@ -28,13 +28,13 @@ from starlette.routing import Route
 from spectrain.config.build import register_resolvers
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
+from spectrain.data.template_arguments import check_template_arguments
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.models.template_arguments import check_template_arguments
 from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.control_key import read_control_key

@@ -14,8 +14,8 @@ from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
 
 from spectrain.config.checked_json import describe_violation
+from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError
-from spectrain.models.template_arguments import check_template_arguments
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.openai import join_parts
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.fused_attention import (
     document_attention,
     fused_attention,
@@ -29,7 +30,6 @@ from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_a
 
 from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape
 from .compiled_layers import attend_layer, mark_layer_done
-from .fast import find_text_kernels, is_mergeable, merged_attention
 from .kv_cache import TreeCache
 from .masks import make_mask
 
@@ -71,6 +71,15 @@ def causal_attention(
             lambda q, k, v: kernels.attend(q, k, v, options.scale), lengths, q, k, v
         )
     return torch_causal_attention(q, k, v, lengths, options)
+
+
+def find_text_kernels(q: Tensor, k: Tensor, v: Tensor, longest: int) -> Any:
+    """Return an installed package's causal attention of queries [B, H, T, D], keys and values [B,
+    K, T, D] of texts of up to so many tokens: `attend`, with gradients, and its parts
+    `attend_with_lse` and `gradients`. None where torch attends."""
+    if torch.compiler.is_compiling():
+        return None
+    return run_on_cpu("causal_attention", q, k, v, longest)
 
 
 def torch_causal_attention(
@@ -123,8 +132,9 @@ def attend_rows(
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """Return [B, H, R, D] of the R consecutive positions of a text from `first_row` on, which
-    attend as in `unrolled_attention`: to keys and values of the first step [B, K, T, D], and of
-    later steps [B, K, R, D].
+    attend causally to the keys and values of a first step [B, K, T, D]. Where a drafter is
+    unrolled over its own states, position r also sees keys and values r of each later step
+    [B, K, R, D], which is one position later.
 
     A mask [r, S] exists for r rows at a time and for the keys that any of them sees; the backward
     pass builds it again.
@@ -176,48 +186,6 @@ def _attend_row_chunk(
         torch.cat([first, *later], dim=1),
         options,
     )
-
-
-def unrolled_attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    lengths: tuple[int, ...] | None = None,
-    options: AttentionOptions = DEFAULT_OPTIONS,
-) -> Tensor:
-    """Return [B, H, T, D] for a drafter that is unrolled over its own states. The keys of the first
-    step are causal; of each later step, token t sees the key of its own index. Each step is one
-    position later, and a window counts positions."""
-    if len(keys) == 1:
-        return causal_attention(q, keys[0], values[0], lengths, options)
-    steps = len(keys)
-    window = options.window
-
-    def join(parts: Sequence[Tensor], lengths: tuple[int, ...] | None) -> Tensor:
-        later_keys, later_values = (
-            torch.stack([*parts[begin + 1 : begin + steps]], dim=2) for begin in (1, 1 + steps)
-        )
-        return merged_attention(
-            parts[0], parts[1], parts[1 + steps], later_keys, later_values, options.scale, lengths
-        )
-
-    def is_joined(q: Tensor, longest: int) -> bool:
-        is_unlimited = window is None or longest + steps - 1 <= window
-        return is_mergeable(q, values[0]) and not needs_scores(options) and is_unlimited
-
-    def attend(q: Tensor, *parts: Tensor) -> Tensor:
-        if is_joined(q, q.shape[2]):
-            return join((q, *parts), None)
-        return attend_rows(q, parts[:steps], parts[steps:], 0, options)
-
-    if (
-        lengths is not None
-        and len(lengths) > 1
-        and supports_documents(q, values[0])
-        and is_joined(q, max(lengths))
-    ):
-        return join((q, *keys, *values), lengths)
-    return attend_per_document(attend, lengths, q, *keys, *values)
 
 
 @dataclass(frozen=True)

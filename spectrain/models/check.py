@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.data.image_processor import Images
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
@@ -25,7 +26,6 @@ from .cache_arguments import read_cache
 from .cache_layer import attention_dtype
 from .features import Layer
 from .forward_plan import ForwardPlan
-from .images import Images
 from .reference_model import reference_model
 from .target import Target
 

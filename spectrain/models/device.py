@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectrain.models.step_cost import is_experts
-
 
 def synchronize_device(device: torch.device) -> None:
     """Wait until a GPU has finished its work, so that a clock measures it."""
@@ -136,3 +134,9 @@ def _time_call(work: Callable[[], object], device: torch.device) -> float:
     work()
     synchronize_device(device)
     return time.perf_counter() - began
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds the stacked weights of experts."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, nn.Parameter) and down.dim() == 3

@@ -12,6 +12,7 @@ import jinja2
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from spectrain.data.template_limits import TemplateLimitError
 from spectrain.errors import UserError, first_line
 from spectrain.files import read_text
 
@@ -41,7 +42,6 @@ from .load_errors import explain_load_failure, suggest_package
 from .model_sizes import check_model_directory
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
-from .template_limits import TemplateLimitError
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:

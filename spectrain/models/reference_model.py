@@ -10,12 +10,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from spectrain.data.image_processor import get_images
 from spectrain.kernels.dispatch import run_on_cpu
 
 from .cache_layer import attention_dtype
 from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
 from .forward_override import override_forwards
-from .images import get_images
 from .target import Target
 
 EXACT_SDPA = "sdpa_exact"

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.config.build import GroupSpec
+from spectrain.data.chat_template import ChatTemplate
+from spectrain.data.image_processor import ImageProcessor, Images, get_images, have_images
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
 from .architectures.base import Architecture
 from .architectures.detect import detect_architecture
-from .chat_template import ChatTemplate
 from .fast import speed_up_linears
 from .features import Features, Layer
 from .forward_plan import DEFAULT_PLAN, ForwardPlan, LayerSpan
-from .images import ImageProcessor, Images, get_images, have_images
 from .kv_cache import TreeCache
 from .model_parts import ModelParts
 from .residual_stream import capture_stream

@@ -2,7 +2,7 @@
 disk.
 
 Target and drafter are built on torch's device "meta", so only config.json is read. The formulas of
-modules and families are in spectrain/models/step_cost.py and in `Drafter.step_cost`.
+modules are in row_cost.py, and those of families in `Drafter.step_cost`.
 """
 
 from collections import Counter
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
-from spectrain.models.step_cost import BatchShape, Judged, RowCost, Run, StepCost, row_cost
 from spectrain.models.target import Target
 from spectrain.runs.drafters import adapt_drafter, build_without_weights
 from spectrain.training.adapters import select_stage_groups
 from spectrain.training.trainer import Trainer
 
+from .row_cost import RowCost, row_cost
 from .weights import count_weight_bytes, find_format_name
 
 FLOAT_BYTES = 4

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spectrain.models.step_cost import BatchShape
+from spectrain.drafters.step_cost import BatchShape
 from spectrain.models.target import Target
 
 from .footprint import Models, stage_cost

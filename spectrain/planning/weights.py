@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spectrain.models.architectures.quantized import DEQUANTIZED_METHODS, quantization_method
-from spectrain.models.step_cost import is_experts
+from spectrain.models.device import is_experts
 from spectrain.models.target import Target
 
 

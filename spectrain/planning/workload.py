@@ -8,11 +8,11 @@ from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.step_cost import BatchShape
 from spectrain.errors import UserError
 from spectrain.models.bundled import load_tiny_tokenizer
-from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.step_cost import BatchShape
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts

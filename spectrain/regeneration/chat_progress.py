@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, FailureKind, PendingRow, Row
-from spectrain.models.chat_template import Message
 
 from .sampling import Sampling
 

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from spectrain.data.image_processor import have_images
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.decoding.continuous import ContinuousBatch, RunningText, TextPrefix
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
-from spectrain.models.images import have_images
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling

@@ -19,6 +19,7 @@ from spectrain.config.choices import list_constructors
 from spectrain.config.plain_files import read_json, read_json_object
 from spectrain.config.saved import parse_description
 from spectrain.config.spec import RunSpec
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter, adapts_layers, has_weights
@@ -29,7 +30,6 @@ from spectrain.export.drafter_files import read_config
 from spectrain.export.layout import MALFORMED_ERRORS, DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors, save_tensors
 from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.models.chat_template import Message
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
 

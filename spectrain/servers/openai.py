@@ -8,8 +8,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation, parse_tool_calls
-from spectrain.models.chat_template import Message
 
 from .base import (
     Completion,

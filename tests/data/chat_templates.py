@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.models.chat_template import ChatTemplate
+from spectrain.data.chat_template import ChatTemplate
 
 SOURCES = {
     path.stem: path.read_text()

@@ -13,6 +13,7 @@ from spectrain.cli.main import main
 from spectrain.config.build import GroupSpec
 from spectrain.data.audit import ROWS, SourceAudit, audit_command, audit_sources
 from spectrain.data.chat import Example, tokenize_conversation
+from spectrain.data.chat_template import KINDS, ChatTemplate
 from spectrain.data.hygiene import PromptIndex
 from spectrain.data.inspect import (
     STYLES,
@@ -27,7 +28,6 @@ from spectrain.data.stream import StreamReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader
 from spectrain.errors import UserError
-from spectrain.models.chat_template import KINDS, ChatTemplate
 from tests.data.chat_templates import base_tokenizer, make_template
 
 PROMPT = (

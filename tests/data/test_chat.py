@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, render_chat, tokenize_conversation
+from spectrain.data.chat_template import ChatTemplate, Message
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate, Message
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, tokenize_conversation
+from spectrain.data.chat_template import ChatTemplate, Message
 from spectrain.data.dataset import Batching, Dataset, choose_held_out_share
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, load_embedded
 from spectrain.errors import UserError
 from spectrain.features.batch import collate
-from spectrain.models.chat_template import ChatTemplate, Message
 
 
 class ListReader(ConversationReader):

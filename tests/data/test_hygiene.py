@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from spectrain.data.chat import Example
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.hygiene import (
     DuplicateIndex,
     PromptIndex,
@@ -23,7 +24,6 @@ from spectrain.data.messages import Conversation
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.data.stream import StreamReader
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
 from tests.data.chat_templates import base_tokenizer
 
 WORDS = sorted(

@@ -14,12 +14,12 @@ import pytest
 
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.messages import Conversation
 from spectrain.data.mixture import MixReader, repeat_examples
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
 from tests.data.chat_templates import base_tokenizer
 
 TEMPLATE = ChatTemplate(base_tokenizer())

@@ -18,6 +18,7 @@ from spectrain.config.choices import check_encodings, load_yaml, read_header
 from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.data.audit import audit_sources
 from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.hygiene import PromptIndex
 from spectrain.data.mixture import MixReader
 from spectrain.data.readers import ConversationReader, JsonlReader
@@ -27,7 +28,6 @@ from spectrain.data.tokens import TokensReader, parse_tokens
 from spectrain.errors import UserError
 from spectrain.files import read_text
 from spectrain.models.bundled import TINY_DIRECTORY
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.loading import apply_chat_template
 
 REFUSING = (

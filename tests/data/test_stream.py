@@ -18,12 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import spectrain
 from spectrain.config.build import build
 from spectrain.data.chat import Example, tokenize_conversation
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.dataset import Batching, BatchStream
 from spectrain.data.stream import StreamedDataset, StreamReader
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features.live_source import LiveSource
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 

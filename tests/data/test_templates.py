@@ -18,9 +18,9 @@ from spectrain.data.chat import (
     tokenize_conversation,
     tokenize_prompt,
 )
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
 from tests.data.chat_templates import SOURCES, make_template
 
 TOOLS = [

@@ -13,13 +13,13 @@ import datasets
 import pytest
 from tokenizers import AddedToken
 
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import JsonlReader
 from spectrain.data.stream import StreamReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
 from tests.data.chat_templates import base_tokenizer, make_template
 
 TEXTS = ["The sea is calm today.", "A ship leaves the harbour. " * 20]

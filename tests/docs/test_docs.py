@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.pages.make_pages import FOLDER, render_result_pages
+from lab.pages.render import BLOCK, load_measurements
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
-from scripts.make_results_pages import FOLDER
-from scripts.make_results_pages import PAGES as RESULTS_PAGES
-from scripts.systems_page import render_systems_page
 from spectrain.cli import help, main, overrides
 from spectrain.config.choices import (
     choice_files,
@@ -36,7 +35,7 @@ GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
 # Settings of all drafters that no constructor has.
 EVERY_DRAFTER = {"init"}
 REPOSITORY_PATH = re.compile(
-    r"(?:benchmarks|conf|data|docs|eval|examples|kernels|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
+    r"(?:conf|docs|eval|examples|kernels|lab|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
 )
 
 
@@ -191,7 +190,7 @@ def find_command_fault(words: list[str]) -> str | None:
     if (
         first == "python"
         and rest[:1] == ["-m"]
-        and rest[1].split(".")[0] in {"benchmarks", "examples", "scripts", "tests"}
+        and rest[1].split(".")[0] in {"examples", "lab", "scripts", "tests"}
     ):
         path = ROOT.joinpath(*rest[1].split("."))
         return (
@@ -222,7 +221,7 @@ def test_every_line_of_a_shell_block_is_a_command(document: str) -> None:
         "recipe=eagle3    # memory and disk",
         "scores a drafter that needs no training",
         "spectrain bench decode spectrain chat",
-        "python -m benchmarks.nothing",
+        "python -m lab.benchmarks.nothing",
         "spectrain doctor && spectrum plan",
     ],
 )
@@ -286,12 +285,15 @@ def test_the_readme_is_short() -> None:
     assert len(DOCUMENTS["README.md"].splitlines()) <= 150
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/families/index.md"])
-def test_every_recipe_is_in_the_table(document: str) -> None:
-    """The first column of the tables of families names each."""
+@pytest.mark.parametrize(
+    ("document", "folders"),
+    [("README.md", [ROOT / "conf"]), ("docs/families/index.md", conf_folders())],
+)
+def test_every_recipe_is_in_the_table(document: str, folders: list[Path]) -> None:
+    """The first column of the tables of families names each; README has those of the core."""
     lines = [line for line in DOCUMENTS[document].splitlines() if line.startswith("| `")]
     table = {name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])}
-    assert {*choice_files("recipe", conf_folders())} <= table
+    assert {*choice_files("recipe", folders)} <= table
 
 
 FAMILIES = sorted(
@@ -323,12 +325,13 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
-    """Every number of these pages comes from eval/results/; `python -m
-    scripts.make_results_pages` writes them.
+    """Every number of a measured section comes from lab/results/; `python -m
+    lab.pages.make_pages` writes them. Each measurement has one section.
     """
-    for name, page in RESULTS_PAGES.items():
-        assert (FOLDER / f"{name}.md").read_text() == page.render(), name
-    assert DOCUMENTS["docs/systems.md"] == render_systems_page()
+    for path, text in render_result_pages().items():
+        assert path.read_text() == text, path.name
+    text = "".join(path.read_text() for path in FOLDER.glob("*.md"))
+    assert sorted(name for _, name, _ in BLOCK.findall(text)) == sorted(load_measurements())
 
 
 def test_the_reference_describes_every_setting() -> None:

@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.drafters.layers.layers import llama_config, make_rotary
+from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.models import attention
-from spectrain.models.attention import attend_rows, causal_attention, unrolled_attention
+from spectrain.models.attention import attend_rows, causal_attention
 from spectrain.models.cache_types import AttentionOptions
 
 LIMIT = 4096

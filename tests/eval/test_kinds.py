@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spectrain.data.chat import KIND_CODES, token_kinds, tokenize_conversation
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -27,7 +28,6 @@ from spectrain.eval.metrics import (
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.run import Evaluation
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain

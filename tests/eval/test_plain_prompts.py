@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from spectrain.data.chat import render_chat, tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.errors import UserError
 from spectrain.eval.prompts import TurnAnswer, read_prompts
 from spectrain.eval.run import Evaluation
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from tests.data.chat_templates import make_template

@@ -1,15 +1,13 @@
 """The committed comparison and the table of families are complete."""
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.make_results_pages import PAGES
+from lab.pages.render import load_measurements, load_results
 
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
+MEASUREMENTS = load_measurements()
 
 
 @pytest.fixture(params=["comparison-smollm2", "comparison-tiny"])
@@ -19,7 +17,7 @@ def page(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def comparison(page: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / PAGES[page].files[0]).read_text())
+    result: dict[str, Any] = load_results(MEASUREMENTS[page]["files"][0])
     return result
 
 
@@ -27,7 +25,7 @@ def test_a_committed_comparison_is_complete(page: str, comparison: dict[str, Any
     """It has every recipe that its command names, the setting of its numbers, and only answers
     that equal the target's.
     """
-    named = re.findall(r"recipes=(\S+) ", PAGES[page].command)[-1].split(",")
+    named = re.findall(r"recipes=(\S+) ", MEASUREMENTS[page]["command"])[-1].split(",")
     assert [row["name"] for row in comparison["rows"] if row["trained"]] == named
     assert all(
         comparison["setting"][key]
@@ -43,7 +41,7 @@ def test_a_committed_comparison_is_complete(page: str, comparison: dict[str, Any
 
 
 def test_answers_of_the_table_of_families_equal_the_targets() -> None:
-    rows = json.loads((RESULTS / "heads-tiny.json").read_text())["rows"]
+    rows = load_results("heads-tiny.json")["rows"]
     assert all(
         row[kind]["identical"] == row[kind]["checked"] for row in rows for kind in ("chain", "tree")
     )

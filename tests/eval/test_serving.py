@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import spectrain
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -34,7 +35,6 @@ from spectrain.eval.serving.rounds import expand_counters
 from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
 from spectrain.eval.serving.search import Cause
 from spectrain.export.targets import TargetFiles
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch

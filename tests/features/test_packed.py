@@ -10,10 +10,11 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import collate
 from spectrain.features.live_source import LiveSource
-from spectrain.models.attention import causal_attention, unrolled_attention
+from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target

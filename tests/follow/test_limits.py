@@ -19,8 +19,8 @@ DATES = {
     # A seed where a request gives none.
     "spectrain/servers/plugins/spectrain_openvino.py": 1,
     # Dates that are compared with those of a ledger.
-    "benchmarks/follow_day.py": 1,
-    "benchmarks/follow_traffic.py": 1,
+    "lab/benchmarks/follow_day.py": 1,
+    "lab/benchmarks/follow_traffic.py": 1,
 }
 """Files that read the date of the machine, and how often."""
 READS_DATE = re.compile(
@@ -40,7 +40,7 @@ def test_the_page_holds_the_tables_and_the_paths() -> None:
 def test_durations_and_ages_use_a_clock_that_does_not_jump() -> None:
     """The date of the machine is for records; a clock that is set forward must delete nothing."""
     found = {}
-    for folder in ("spectrain", "eval", "kernels", "benchmarks", "scripts"):
+    for folder in ("spectrain", "eval", "kernels", "lab", "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
             uses = READS_DATE.findall(path.read_text())
             if uses and not any(above.is_symlink() for above in path.parents):

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from benchmarks.attention import random_tree
+from lab.benchmarks.attention import random_tree
 from spectrain.kernels import (
     kv_append,
     kv_commit,

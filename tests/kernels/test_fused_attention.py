@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spectrain.drafters.layers import unrolled_attention as unrolled
 from spectrain.drafters.layers.chunked_attention import attend_chunks
+from spectrain.drafters.layers.unrolled_attention import is_mergeable, unrolled_attention
 from spectrain.kernels.fused_attention import sdpa_without_cudnn, supports_documents
 from spectrain.kernels.tree_attention import tree_attention_reference
 from spectrain.models import attention
-from spectrain.models.attention import causal_attention, unrolled_attention
+from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.fast import is_mergeable
 from spectrain.models.positions import uncached_visibility
 from tests.memory_tracker import MemoryTracker
 
@@ -137,7 +138,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", standing_in, "CPU")
     library.impl("_flash_attention_backward", standing_in_backward, "CPU")
-    monkeypatch.setattr(attention, "supports_documents", lambda q, v: True)
+    for module in (attention, unrolled):
+        monkeypatch.setattr(module, "supports_documents", lambda q, v: True)
     yield
     library._destroy()
 

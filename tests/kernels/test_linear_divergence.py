@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spectrain.kernels.linear_divergence as module
-from benchmarks.divergence import loss_systems
+from lab.benchmarks.divergence import loss_systems
 from spectrain.drafters.layers.losses import (
     ACCEPTANCE_LOSSES,
     DIVERGENCES,

@@ -234,7 +234,12 @@ def outcomes(name: str, folder: Path) -> dict[str, str]:
     """Return the result of each check, or that of loading where loading ends it."""
     save_model(name, folder)
     trials: list[Trial] = []
-    loaded = run_check(lambda: trials.append(Trial(name, folder)) or 0.0)
+
+    def load() -> float:
+        trials.append(Trial(name, folder))
+        return 0.0
+
+    loaded = run_check(load)
     if not trials:
         return {"loading": loaded}
     return {check: run_check(lambda: run(trials[0])) for check, run in CHECKS.items()}  # noqa: B023

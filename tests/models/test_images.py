@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
+from spectrain.data.image_processor import get_images
 from spectrain.data.images import expand_codes
 from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
@@ -30,7 +31,6 @@ from spectrain.models.architectures.vision import (
     masks_for_kind,
 )
 from spectrain.models.check import check_vision
-from spectrain.models.images import get_images
 from spectrain.models.loading import load_tiny
 from spectrain.models.masks import RequestedMask
 from spectrain.models.reference_model import generate, reference_model

@@ -224,7 +224,7 @@ go through the door.
 DOOR = "spectrain/models/pretrained.py"
 
 
-@pytest.mark.parametrize("folder", ["spectrain", "eval", "kernels", "scripts", "benchmarks"])
+@pytest.mark.parametrize("folder", ["spectrain", "eval", "kernels", "scripts", "lab"])
 def test_no_other_code_loads_a_model_of_transformers(folder: str) -> None:
     root = Path(__file__).parents[2]
     for path in sorted((root / folder).rglob("*.py")):

@@ -16,8 +16,8 @@ import torch
 from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import large_targets
-from benchmarks.online import TOY, measure_peak, online_row
+from lab.benchmarks import large_targets
+from lab.benchmarks.online import TOY, measure_peak, online_row
 from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
 from spectrain.cli.overrides import allow_new_keys, list_config_groups

@@ -56,7 +56,7 @@ def make_target(name: str) -> GroupSpec:
     """Return the settings of a target that ships, or of one whose configuration does."""
     if name in ("tiny", "smollm2"):
         return GroupSpec("target", name)
-    return GroupSpec("target", "hf", {"model": str(ROOT / "data" / name)})
+    return GroupSpec("target", "hf", {"model": str(ROOT / "lab" / "target_configs" / name)})
 
 
 @pytest.mark.sweep(40, cost=lambda recipe, target: COSTS.get(target, 1.0))
@@ -87,7 +87,7 @@ def test_every_recipe_is_planned_on_every_target(recipe: str, target: str) -> No
 
 def test_shipped_configurations_are_planned() -> None:
     """The grid has every configuration that ships."""
-    folders = {path.parent.name for path in (ROOT / "data").glob("*/config.json")}
+    folders = {path.parent.name for path in (ROOT / "lab" / "target_configs").glob("*/config.json")}
     assert folders == PARAMETERS.keys() - {"tiny", "smollm2"} and len(folders) == 6
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from spectrain.data.answers import parse_answer
 from spectrain.data.chat import render_chat
+from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.shards import PendingRow
-from spectrain.models.chat_template import Message
 from spectrain.regeneration.chat_progress import ChatProgress, GeneratedAnswer
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import to_answer

@@ -300,8 +300,8 @@ def test_the_recorded_command_can_be_typed_again() -> None:
         == "spectrain train target=tiny"
     )
     assert (
-        describe_command(["python", "-m", "benchmarks.axes", "rows=2"])
-        == "python -m benchmarks.axes rows=2"
+        describe_command(["python", "-m", "lab.benchmarks.axes", "rows=2"])
+        == "python -m lab.benchmarks.axes rows=2"
     )
     launched = ["--nproc-per-node", "2", "-m", "spectrain", "train", "target=tiny"]
     assert describe_command(["python", "/bin/torchrun", *launched]) == " ".join(

@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import (
     Completion,

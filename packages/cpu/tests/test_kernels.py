@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.kernels.counter import gumbel_noise, make_key
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
 from spectrain.kernels.tree_walks import draw_tokens
-from spectrain.models.attention import unrolled_attention
 from spectrain.trees.token_tree import TokenTree
 from spectrain_cpu import attention, available, linear, rows
 from spectrain_cpu.causal import has_text_kernels

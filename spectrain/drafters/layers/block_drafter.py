@@ -30,9 +30,9 @@ from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, Rollout
 
+from ..step_cost import BatchShape, Run, StepCost
 from .anchors import Anchors, SharedAnchors, sample_anchors
 from .fused_input import FusedInput, choose_fused_layers, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates

@@ -18,12 +18,13 @@ from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import AcceptedPath
 
+from ..step_cost import BatchShape, Run, StepCost
 from .eagle_layers import EagleDrafter
 from .layers import Attention
+from .unrolled_attention import unrolled_attention
 from .vocabulary import Supervision
 from .window_rows import WindowRows
 
@@ -136,7 +137,9 @@ class UnrolledEagle(EagleDrafter):
                 q = rows.take_heads(q) if is_cut else q
                 return attention.project_output(rows.attend(q, keys, values, options))
             return attention.project_output(
-                batch.piece.attend_unrolled(UnrolledRows(q, keys, values, batch.lengths, options))
+                batch.piece.attend_unrolled(
+                    unrolled_attention, UnrolledRows(q, keys, values, batch.lengths, options)
+                )
             )
 
         if not is_cut or rows is None:

@@ -18,9 +18,9 @@ from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.token_tree import AcceptedPath
 
+from ..step_cost import BatchShape, Judged, Run, StepCost
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:

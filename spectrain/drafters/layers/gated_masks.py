@@ -22,9 +22,9 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import NOISE, sequence_generator
 
+from ..step_cost import BatchShape, Judged, Run, StepCost
 from .heads import Sampler
 from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
 from .losses import LossName, TargetLogProbs, head_loss

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
-from spectrain.models.step_cost import BatchShape, StepCost
 from spectrain.trees.rollout import DepthRollout
 
+from ..step_cost import BatchShape, StepCost
 from .block_drafter import BlockDrafter
 from .judged_drafts import JudgedDrafts
 from .losses import acceptance_rate

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.data.image_processor import refuse_images
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.kernels import counter
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.images import refuse_images
 from spectrain.randomness import NOISE
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft, Rollout

@@ -20,8 +20,8 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost, OnPolicy
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 
+from ..step_cost import BatchShape, Judged, Run, StepCost
 from .drawn_windows import DrawnWindows
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from spectrain.data.image_processor import ModelInputs, get_images
 from spectrain.errors import UserError
 from spectrain.models.cache_arguments import CACHE_ARGUMENTS
 from spectrain.models.forward_override import override_forwards
-from spectrain.models.images import ModelInputs, get_images
 from spectrain.models.masks import RequestedMask, record_masks
 from spectrain.models.model_parts import ModelParts
 from spectrain.models.positions import TokenVisibility, uncached_visibility

@@ -9,7 +9,6 @@ from torch import nn
 from spectrain.models.accelerator import accelerator
 
 from .batch_invariance import enforce_batch_invariance, has_batch_invariance, paired_forwards
-from .merged_attention import find_text_kernels, is_mergeable, merged_attention
 from .merged_linears import merge_linears
 from .packed_linears import (
     FeatureLinear,
@@ -26,13 +25,10 @@ from .packed_linears import (
 __all__ = [
     "FeatureLinear",
     "enforce_batch_invariance",
-    "find_text_kernels",
     "has_batch_invariance",
     "is_large_weight",
-    "is_mergeable",
     "is_packed",
     "lowest_precision",
-    "merged_attention",
     "pack_linears",
     "packed_product",
     "packed_weights",

@@ -22,10 +22,10 @@ from spectrain.drafters.layers.heads import MedusaHead
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import project_down
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
+from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, MarginalRollout
 from spectrain_research.shared.head_layers import HeadMixer, StagedAdapter
 

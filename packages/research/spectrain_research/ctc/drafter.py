@@ -23,11 +23,11 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.head_layers import HeadMixer, SharedHeadDrafter, StagedAdapter
 

@@ -40,7 +40,7 @@ class DiffusionEvaluation(Evaluation):
     log-probability of their tokens. Its drafter is not used.
     """
 
-    # Folder of the masked language model, which scripts/make_masked_model.py trains.
+    # Folder of the masked language model, which lab/small_targets/make_masked_model.py trains.
     model: str | None = None
     # Number of positions that are decoded before those after them.
     block_size: Count = 16
@@ -60,7 +60,7 @@ class DiffusionEvaluation(Evaluation):
         if self.model is None:
             raise UserError(
                 "eval.model: name the folder of a masked language model; "
-                "scripts/make_masked_model.py trains one"
+                "lab/small_targets/make_masked_model.py trains one"
             )
         target = candidate.target
         model = MaskedLM.load(self.model)

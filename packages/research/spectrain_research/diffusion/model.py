@@ -183,7 +183,7 @@ class MaskedLM(nn.Module):
         if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
             raise UserError(
                 f"eval.model={folder}: there is no masked language model; train one with python "
-                "-m scripts.make_masked_model"
+                "-m lab.small_targets.make_masked_model"
             )
         model = cls(MaskedConfig(**read_json_object(path / "config.json")))
         weights = read_tensors(path / "model.safetensors", "copy the file again")

@@ -29,12 +29,12 @@ from spectrain.drafters.layers.layers import (
     make_rotary,
 )
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import ANCHORS, NOISE, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath

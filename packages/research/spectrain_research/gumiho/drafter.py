@@ -24,9 +24,9 @@ from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 

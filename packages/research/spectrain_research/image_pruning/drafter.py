@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import LayerCount, Share, Steps, VocabularySize
+from spectrain.data.image_processor import have_images
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import LossName
-from spectrain.models.images import have_images
 from spectrain.models.kv_cache import TreeCache
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import DRAFT, TRAJECTORY, keyed_generator, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree

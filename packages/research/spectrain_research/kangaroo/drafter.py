@@ -20,12 +20,12 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 

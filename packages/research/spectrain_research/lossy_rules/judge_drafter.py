@@ -19,12 +19,12 @@ from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts, build_trie
 from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
+from spectrain.drafters.step_cost import BatchShape, Judged, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.step_cost import BatchShape, Judged, StepCost
 from spectrain.randomness import JUDGED, sequence_generator
 from spectrain.trees.rollout import Draft
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from spectrain.config.values import Count, NotNegative
 from spectrain.data.chat import Example
+from spectrain.data.image_processor import refuse_images
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -20,7 +21,6 @@ from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.training.validation import evaluation_mode
 from spectrain.trees import Chain

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from spectrain.data.chat import Example
+from spectrain.data.image_processor import refuse_images
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.base import Drafter, TrainingState, has_weights
 from spectrain.errors import RunError, UserError
@@ -22,7 +23,6 @@ from spectrain.eval.metrics import Turn
 from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.systems import System
 from spectrain.features.batch import Batch, collate
-from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain_research.shared.draft_replay import (

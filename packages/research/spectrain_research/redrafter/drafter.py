@@ -27,9 +27,9 @@ from spectrain.drafters.layers.output_layer import (
     project_down,
 )
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 

@@ -18,10 +18,10 @@ from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.masks import init_mask_vectors
+from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -22,13 +22,13 @@ from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.lora import TargetTraining
-from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.rollout import Draft, MarginalRollout
 from spectrain_research.shared.head_layers import PrefixAttention, SharedHeadDrafter
 

@@ -21,10 +21,10 @@ from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.layers.feature_layer import StepKeysValues
 from spectrain.drafters.layers.losses import acceptance_rate
 from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
-from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft

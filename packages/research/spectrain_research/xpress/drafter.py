@@ -20,7 +20,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CombinedLoss, LowRankDrafter
-from spectrain.models.step_cost import BatchShape, Run, StepCost
+from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.trees.growing import ChildDraw
 from spectrain.trees.rollout import MarginalRollout, Rollout
 

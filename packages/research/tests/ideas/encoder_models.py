@@ -15,7 +15,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from scripts.make_encoder_decoder import write_sound
+from lab.small_targets.make_encoder_decoder import write_sound
 from spectrain.models.bundled import load_tiny_tokenizer
 from tests.factories import add_noise
 

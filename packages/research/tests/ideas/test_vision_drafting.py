@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spectrain.data.chat import tokenize_prompt
+from spectrain.data.image_processor import get_images
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode, make_request, prefill_context
 from spectrain.drafters.base import Drafter
@@ -16,7 +17,6 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.models.images import get_images
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder

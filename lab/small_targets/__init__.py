@@ -1,0 +1,1 @@
+"""Small targets of many kinds, which tests and measurements train in minutes."""
