@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.follow_overhead import NUM_PARTS
 from scripts.results_page import fill_paragraphs
 from scripts.results_tables import format_table
-from spectrain.follow.settings import FollowSettings
+from spectrain_serve.follow.settings import FollowSettings
 
 RATES = {
     "first kind, before": "first kind, before the change",

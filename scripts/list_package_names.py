@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.choices import choice_files
+from spectrain.config.choices import choice_files, load_yaml
 from spectrain.config.installed import list_conf_folders, list_entry_points, load_entry_points
 from spectrain.config.missing import NAMES
 from spectrain.config.signatures import list_keys, list_own_keys
@@ -37,8 +37,8 @@ def list_names() -> dict[str, dict[str, list[str]]]:
 
 
 def list_settings(package: str) -> dict[str, list[str]]:
-    """Return the settings that the parts of a package add to `eval`, and the formats that only
-    its layouts have.
+    """Return the settings that the parts of a package add to `eval`, the formats that only its
+    layouts have, and its commands.
     """
     module = f"spectrain_{package}."
     parts = [
@@ -60,7 +60,14 @@ def list_settings(package: str) -> dict[str, list[str]]:
         f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices})
         for name in own.keys() & keys.keys()
     }
-    return {"eval.": sorted(keys.keys() - own.keys()), **values, "format": sorted(formats)}
+    commands = [
+        name
+        for entry in list_entry_points("commands")
+        if entry.value.startswith(module)
+        for name in load_yaml(entry.load().help)["commands"]
+    ]
+    settings = {"eval.": sorted(keys.keys() - own.keys()), **values}
+    return {**settings, "format": sorted(formats), "command.": sorted(commands)}
 
 
 def render_names() -> str:

