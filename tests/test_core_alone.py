@@ -65,8 +65,15 @@ MISSING = {
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
+    "`spectrain eval` with a server": ["eval", "server=vllm", "eval.limit=1"],
+    "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
 }
-SERVE_COMMANDS = ("follow",)
+SERVE = (
+    "server=spectrain",
+    "`spectrain follow`",
+    "`spectrain eval` with a server",
+    "eval.serve_in",
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_torch_computes_without_packages(report: dict[str, Any]) -> None:
 
 def test_what_is_missing_is_named_with_its_package(report: dict[str, Any]) -> None:
     """One sentence says where it is, and the exit status is that of a mistake in the command."""
-    for (shown, words), answer in zip(MISSING.items(), report["answers"], strict=True):
-        name = "serve" if words[0] in SERVE_COMMANDS or shown == "server=spectrain" else "research"
+    for shown, answer in zip(MISSING, report["answers"], strict=True):
+        name = "serve" if shown in SERVE else "research"
         package = f"pip install spectrain-{name} (in a checkout: pip install packages/{name})"
         assert answer == [2, f"spectrain: {shown} is in spectrain-{name}: {package}\n"]

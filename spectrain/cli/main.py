@@ -216,24 +216,19 @@ def plan_command(config: Any) -> None:
 
 def train_command(config: Any) -> None:
     spec, _ = read_command_run(config)
-    serve_scored(spec, lazy_import("runs.train.train_and_score")(spec))
+    folder = lazy_import("runs.train.train_and_score")(spec)
+    lazy_import("runs.server_scores.score_in_engine")(spec, folder)
 
 
 def evaluate_command(config: Any) -> None:
     if "server" in config or config.serve:
-        lazy_import("eval.serving.command.score_server")(config)
+        lazy_import("runs.server_scores.score_server")(config)
         return
     spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(config)
     lazy_import("runs.score.evaluate")(spec, folder)
     # A run's own setting is about its training.
     if (config.get("eval") or {}).get("serve_in"):
-        serve_scored(spec, folder)
-
-
-def serve_scored(spec: Any, run: Path) -> None:
-    """Score the drafter also in the engine that eval.serve_in names."""
-    if spec.eval.get("serve_in"):
-        lazy_import("eval.serving.installed.score_in_engine")(spec, run)
+        lazy_import("runs.server_scores.score_in_engine")(spec, folder)
 
 
 def audit_command(config: Any) -> None:

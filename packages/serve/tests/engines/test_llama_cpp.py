@@ -36,9 +36,6 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.serving.agreement import list_rounds
-from spectrain.eval.serving.requests import ServedAnswer, ServedRequest
-from spectrain.eval.serving.rounds import to_generation
 from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_model import write_target
 from spectrain.export.layouts import detect_layout, read_files
@@ -54,6 +51,9 @@ from spectrain.servers.llamacpp import LlamaCppServer
 from spectrain.servers.llamacpp_command import LlamaCppSettings, find_program
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
+from spectrain_serve.scoring.agreement import list_rounds
+from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
+from spectrain_serve.scoring.rounds import to_generation
 from tests.export.gguf_files import Change, change_gguf, change_rows, separate
 
 from .faults import check_cause

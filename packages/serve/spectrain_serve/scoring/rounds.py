@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.metrics import Turn
-from spectrain.eval.serving.requests import LevelResult, ServedAnswer
 from spectrain.servers.base import Completion, CounterSource, DraftCounters, DraftedRounds
+
+from .requests import LevelResult, ServedAnswer
 
 # Of an answer without a drafter: every step emits one token.
 NO_ROUNDS = DraftedRounds((), ())

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spectrain.errors import UserError
-from spectrain.eval.serving.requests import LevelResult, ServedAnswer
-from spectrain.eval.serving.rounds import seconds_per_token
 from spectrain.eval.user_times import Percentiles, to_percentiles
+
+from .requests import LevelResult, ServedAnswer
+from .rounds import seconds_per_token
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 

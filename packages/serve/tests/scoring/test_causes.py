@@ -16,9 +16,6 @@ from spectrain.decoding.generation import Generation
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.serving.agreement import decode_prompts
-from spectrain.eval.serving.causes import CauseFinder
-from spectrain.eval.serving.own_chain import OwnChain
 from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint
@@ -29,6 +26,9 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
+from spectrain_serve.scoring.agreement import decode_prompts
+from spectrain_serve.scoring.causes import CauseFinder
+from spectrain_serve.scoring.own_chain import OwnChain
 
 TINY = TargetFiles("tiny")
 OPTIONS = {"vocab_size": 1024, "ttt_steps": 3}

@@ -20,13 +20,14 @@ from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval
-from spectrain.eval.serving.command import score_server
 from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
 from spectrain.servers.ports import find_free_ports
+
+from .command import score_server
 
 # Prompts that are scored at most, from all categories in turn.
 MAX_PROMPTS = 12

@@ -24,15 +24,6 @@ from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.metrics import Turn
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.run import Evaluation
-from spectrain.eval.serving import command, search, ties
-from spectrain.eval.serving.agreement import compare_rounds, decode_prompts
-from spectrain.eval.serving.command import describe_launch, refuse_inapplicable
-from spectrain.eval.serving.latency import LatencyLimits
-from spectrain.eval.serving.notes import describe_server
-from spectrain.eval.serving.own_chain import OwnChain
-from spectrain.eval.serving.rounds import expand_counters
-from spectrain.eval.serving.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
-from spectrain.eval.serving.search import Cause
 from spectrain.export.targets import TargetFiles
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
@@ -43,6 +34,15 @@ from spectrain.servers.llamacpp_command import LlamaCppSettings
 from spectrain.servers.openvino import OpenVinoServer
 from spectrain.servers.openvino_command import OpenVinoSettings
 from spectrain.trees import Chain
+from spectrain_serve.scoring import command, search, ties
+from spectrain_serve.scoring.agreement import compare_rounds, decode_prompts
+from spectrain_serve.scoring.command import describe_launch, refuse_inapplicable
+from spectrain_serve.scoring.latency import LatencyLimits
+from spectrain_serve.scoring.notes import describe_server
+from spectrain_serve.scoring.own_chain import OwnChain
+from spectrain_serve.scoring.rounds import expand_counters
+from spectrain_serve.scoring.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
+from spectrain_serve.scoring.search import Cause
 from tests.servers.in_process import OwnServer, count_rounds
 from tests.servers.stand_in import ModelStandIn, Rounds
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.eval.serving.agreement import DifferingPair
 from spectrain.models.target import Target
 from spectrain.trees.base import Prefix, TreeBuilder, WrappedBuilder
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
+
+from .agreement import DifferingPair
 
 # Two float32 logits that differ by less may change places in another engine. The one answer of
 # llama.cpp that parted from ours did so at a gap of 0.00017; the bound leaves room for larger

@@ -15,15 +15,16 @@ from typing import Any
 
 from spectrain.drafters.base import Drafter
 from spectrain.eval.identity import first_difference
-from spectrain.eval.serving.agreement import (
+from spectrain.models.target import Target
+from spectrain.trees.base import TreeBuilder
+
+from .agreement import (
     DifferingPair,
     RoundAgreement,
     compare_rounds,
     decode_prompts,
     find_differing,
 )
-from spectrain.models.target import Target
-from spectrain.trees.base import TreeBuilder
 
 # Answers on which a cause is tested up to the first round that differs, and as a whole.
 NUM_SCREENED = 3

@@ -21,19 +21,6 @@ from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
-from spectrain.eval.serving.latency import LatencyLimits, measure_latency
-from spectrain.eval.serving.notes import ServingTable
-from spectrain.eval.serving.own_chain import OwnChain
-from spectrain.eval.serving.requests import (
-    LevelResult,
-    Levels,
-    LoadGenerator,
-    RequestWriter,
-    ServedRequest,
-    write_requests,
-)
-from spectrain.eval.serving.rounds import count_rounds, find_counter_source, make_turns
-from spectrain.eval.serving.template import TemplateCheck, check_template
 from spectrain.eval.summary import (
     EvaluationSummary,
     sample_line,
@@ -47,6 +34,20 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
+
+from .latency import LatencyLimits, measure_latency
+from .notes import ServingTable
+from .own_chain import OwnChain
+from .requests import (
+    LevelResult,
+    Levels,
+    LoadGenerator,
+    RequestWriter,
+    ServedRequest,
+    write_requests,
+)
+from .rounds import count_rounds, find_counter_source, make_turns
+from .template import TemplateCheck, check_template
 
 DRAFTED = "with the drafter"
 PLAIN = "without"

@@ -15,14 +15,15 @@ import torch
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.base import Drafter
 from spectrain.eval.metrics import Turn
-from spectrain.eval.serving.agreement import compare_rounds, decode_prompts, find_differing
-from spectrain.eval.serving.search import MAX_SECONDS, CauseLister, CauseSearch
-from spectrain.eval.serving.ties import MAX_PAIRS, measure_gap
 from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
+
+from .agreement import compare_rounds, decode_prompts, find_differing
+from .search import MAX_SECONDS, CauseLister, CauseSearch
+from .ties import MAX_PAIRS, measure_gap
 
 
 class OwnChain:

@@ -12,9 +12,9 @@ import pytest
 from spectrain.cli.interface import hydra_context
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.eval.serving import installed
-from spectrain.eval.serving.installed import TRIALS, score_in_engine, score_quietly
 from spectrain.servers.ports import find_free_ports
+from spectrain_serve.scoring import installed
+from spectrain_serve.scoring.installed import TRIALS, score_in_engine, score_quietly
 
 SUMMARY = {
     "speedup": {"ratio": 1.21, "ci95": [1.1, 1.32]},

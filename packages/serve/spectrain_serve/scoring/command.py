@@ -16,16 +16,6 @@ from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
 from spectrain.eval.columns import tracked_systems
 from spectrain.eval.comparison import UNKNOWN_DTYPE
-from spectrain.eval.serving.causes import CauseFinder
-from spectrain.eval.serving.own_chain import OwnChain
-from spectrain.eval.serving.score import (
-    DRAFTED,
-    PLAIN,
-    ServedSubject,
-    ServerEvaluation,
-    ServerGroup,
-)
-from spectrain.eval.serving.search import Cause, CauseLister
 from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_file import read_weight_type
 from spectrain.export.gguf_model import has_own_file
@@ -44,6 +34,17 @@ from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.launch import start_engine
 from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
+
+from .causes import CauseFinder
+from .own_chain import OwnChain
+from .score import (
+    DRAFTED,
+    PLAIN,
+    ServedSubject,
+    ServerEvaluation,
+    ServerGroup,
+)
+from .search import Cause, CauseLister
 
 APPLICABLE = (
     "name",
