@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from scripts.results_tables import format_interval, format_table
-from spectrain.bench.engine_table import format_requirement
 from spectrain.servers.engines import ENGINES
-from spectrain.servers.row_times import CONTENT, SPEEDUPS, EngineTimes
+from spectrain_serve.times.row_times import CONTENT, SPEEDUPS, EngineTimes
+from spectrain_serve.times.table import format_requirement
 
 
 def engine_times_tables(result: dict[str, Any]) -> str:

@@ -65,12 +65,16 @@ MISSING = {
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
+    "`spectrain serve`": ["serve", "run=runs/NAME"],
+    "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
     "`spectrain eval` with a server": ["eval", "server=vllm", "eval.limit=1"],
     "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
 }
 SERVE = (
     "server=spectrain",
     "`spectrain follow`",
+    "`spectrain serve`",
+    "`spectrain bench engine`",
     "`spectrain eval` with a server",
     "eval.serve_in",
 )

@@ -292,10 +292,8 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
-    "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
-    "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),
     "export": call_with_keys(
         "cli.export.export_command",
         "run",

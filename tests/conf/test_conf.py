@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import spectrain
-from spectrain.bench.engine import EngineBench
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.resolve import resolve
@@ -46,7 +45,7 @@ KINDS: dict[str, type] = {
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
     "writer": AnswerWriter,
-    "compare": Comparison, "bench": EngineBench,
+    "compare": Comparison, 
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
     **CASES.get("APART", {}),
 }  # fmt: skip
@@ -60,7 +59,6 @@ CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = (
     "writer",
     "compare",
-    "bench",
     *CASES.get("APART", ()),
 )  # groups of other commands than most
 # one choice of every group, to be composed once
@@ -157,7 +155,7 @@ def test_choice_of_another_command_composes_and_builds(
     required_settings: dict[tuple[str, str], list[str]],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The same for what `data regenerate`, `compare` and `bench engine` choose."""
+    """The same for what `data regenerate`, `compare` and commands of packages choose."""
     command = {"writer": "regenerate"}.get(group, group)
     drafter = ["drafter=ngram"] if command == "bench" else []
     config = compose_settings(

@@ -5,7 +5,19 @@ imported when it is called.
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.commands import InstalledCommands, command_words, read_command
+from spectrain.config.commands import (
+    InstalledCommands,
+    command_words,
+    read_command,
+    read_command_run,
+)
+
+
+def serve(config: Any) -> None:
+    from .engines.serve import serve_command
+
+    spec, settings = read_command_run(config, "capture", "print_only", "out")
+    serve_command(spec, **settings)
 
 
 def follow(config: Any) -> None:
@@ -20,6 +32,19 @@ def follow_status(config: Any) -> None:
     status_command(**read_command(config, ("run", "rollback")))
 
 
+def bench_engine(config: Any) -> None:
+    from .times.bench import bench_engine
+
+    spec, settings = read_command_run(config, "bench", "out")
+    bench_engine(spec, **settings)
+
+
 COMMANDS = InstalledCommands(
-    Path(__file__).with_name("help.yaml"), {"follow": follow, "follow status": follow_status}
+    Path(__file__).with_name("help.yaml"),
+    {
+        "serve": serve,
+        "follow": follow,
+        "follow status": follow_status,
+        "bench engine": bench_engine,
+    },
 )

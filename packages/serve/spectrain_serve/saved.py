@@ -7,5 +7,6 @@ SAVED = SavedSettings(
         CommandOnlySetting(
             "follow", ALL, "starts a process", "listens, records requests, and starts commands"
         ),
+        CommandOnlySetting("bench", ALL, "starts a process", "starts an engine"),
     )
 )

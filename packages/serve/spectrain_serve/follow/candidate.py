@@ -17,8 +17,8 @@ from spectrain.config.environment import inherited_environment
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError
 from spectrain.files import write_text
-from spectrain.servers.launch import explain_log
-from spectrain.servers.process_group import run_group
+from spectrain_serve.engines.launch import explain_log
+from spectrain_serve.engines.process_group import run_group
 
 from .proof import PromotionProof, read_proof
 from .reservoir import write_conversations

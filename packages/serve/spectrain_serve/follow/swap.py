@@ -20,12 +20,12 @@ import httpx
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
-from spectrain.servers.launch import RunningEngine, start_engine
 from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
+from spectrain_serve.engines.launch import RunningEngine, start_engine
+from spectrain_serve.engines.serve import find_served_drafter
 
 from .http_server import HttpThread
 from .settings import FollowSettings

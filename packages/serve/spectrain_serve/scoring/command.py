@@ -28,12 +28,12 @@ from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_target_without_weights, load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target
-from spectrain.runs.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.launch import start_engine
 from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
+from spectrain_serve.engines.launch import start_engine
+from spectrain_serve.engines.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
 
 from .causes import CauseFinder
 from .own_chain import OwnChain

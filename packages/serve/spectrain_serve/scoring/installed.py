@@ -22,10 +22,10 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval
 from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
-from spectrain.runs.serve import find_served_drafter
 from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
 from spectrain.servers.ports import find_free_ports
+from spectrain_serve.engines.serve import find_served_drafter
 
 from .command import score_server
 

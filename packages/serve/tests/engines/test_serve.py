@@ -16,16 +16,16 @@ from hydra import compose, initialize_config_module
 from spectrain.config.spec import RunSpec
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.serve import (
+from spectrain.servers.base import Completion, CompletionRequest, Server
+from spectrain.servers.ports import find_free_port
+from spectrain.servers.vllm import VllmServer, VllmSettings
+from spectrain_serve.engines.launch import start_engine
+from spectrain_serve.engines.serve import (
     find_captured_layers,
     find_served_drafter,
     launch_target,
     write_untrained,
 )
-from spectrain.servers.base import Completion, CompletionRequest, Server
-from spectrain.servers.launch import start_engine
-from spectrain.servers.ports import find_free_port
-from spectrain.servers.vllm import VllmServer, VllmSettings
 
 pytest.importorskip("vllm")
 

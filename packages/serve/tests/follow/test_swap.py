@@ -14,9 +14,9 @@ import pytest
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.servers import launch
 from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
+from spectrain_serve.engines import launch
 from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.follow.http_server import serve_in_thread
 from spectrain_serve.follow.proxy import Proxy, Recorder

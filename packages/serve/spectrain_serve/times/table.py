@@ -3,7 +3,8 @@
 from rich.table import Table
 
 from spectrain.output.console import make_console
-from spectrain.servers.row_times import (
+
+from .row_times import (
     SPEEDUPS,
     EngineTimes,
     Spread,

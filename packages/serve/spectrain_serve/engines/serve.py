@@ -17,23 +17,21 @@ from typing import Any, NoReturn
 import torch
 
 from spectrain.config.spec import RunSpec
-from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.export.card import make_launches
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
+from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import LAYOUTS, detect_layout, load_layout, read_files
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
+from spectrain.runs.drafters import build_drafter, build_without_weights, save_drafter
+from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES
-from spectrain.servers.launch import start_engine
 
-from .drafters import build_drafter, build_without_weights, save_drafter
-from .folder import require_drafter_directory
+from .launch import start_engine
 
 
 def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
@@ -249,37 +247,3 @@ def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> Se
             "lists what engines serve"
         )
     return ServedDrafter(run, directory, is_exported, checkpoint, layout, target)
-
-
-def find_engine_layout(
-    checkpoint: DrafterCheckpoint, target: TargetFiles, engine: str
-) -> Layout | None:
-    """Return the layout in which an engine reads a drafter, that of the engine's own format
-    first; None if it reads none.
-    """
-    rows = [row for row in LAYOUTS if checkpoint.family in row.families.split()]
-    rows.sort(key=lambda row: engine not in row.formats.split())
-    layouts = map(load_layout, rows)
-    return next(
-        (layout for layout in layouts if engine in layout.drafter_launches(checkpoint, target, "")),
-        None,
-    )
-
-
-def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str, EngineLaunch]:
-    """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a
-    folder that is to be.
-    """
-    target = TargetFiles.from_settings(spec.target.node, with_weights=False)
-    settings = {
-        "_target_": spec.drafter.path,
-        **spec.drafter.with_defaults(),
-        **drafter.saved.settings,
-    }
-    checkpoint = DrafterCheckpoint(settings, dict(drafter.state_dict()))
-    layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
-    return {
-        name: make_launches(checkpoint, layout, target, folder)[name]
-        for name, layout in layouts.items()
-        if layout is not None
-    }

@@ -2,6 +2,7 @@
 and the sentences.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from spectrain.provenance import processor_name
-from spectrain.servers.row_times import (
+from spectrain_serve.times.row_times import (
     DrafterTimes,
     EngineTimes,
     RoundTime,
@@ -24,6 +25,7 @@ from spectrain.servers.row_times import (
     required_rate,
     save_times,
 )
+from tests.settings.test_damaged_files import TEXT, write_no_keys
 
 
 def make_times(
@@ -110,3 +112,14 @@ def test_advice_says_what_pays_where(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert "at most 1.25x" in advise_target("tiny", [0.5], "runs/b", ["openvino"])[0]
     assert advise_target("tiny", None, "runs/a", ["vllm"]) == []
+
+
+@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
+def test_measured_times_are_left_out_aloud(
+    tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"engine": "llamacpp"}')
+    damage(path)
+    assert load_times(path) is None
+    assert "times.json: it holds no measurement that this version reads" in capsys.readouterr().err

@@ -26,16 +26,18 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.runs.folder import find_results_folder
-from spectrain.runs.serve import (
+from spectrain.servers.base import Completion, CompletionRequest, Server
+from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
+from spectrain.servers.settings import EngineSettings
+from spectrain_serve.engines.launch import start_engine
+from spectrain_serve.engines.serve import (
     ServedDrafter,
     find_served_drafter,
     interrupt_on_signals,
     launch_target,
 )
-from spectrain.servers.base import Completion, CompletionRequest, Server
-from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
-from spectrain.servers.launch import start_engine
-from spectrain.servers.row_times import (
+
+from .row_times import (
     DrafterTimes,
     EngineTimes,
     RoundTime,
@@ -43,9 +45,7 @@ from spectrain.servers.row_times import (
     Spread,
     save_times,
 )
-from spectrain.servers.settings import EngineSettings
-
-from .engine_table import print_times
+from .table import print_times
 
 PASSAGE = (
     "The harbour lies at the mouth of a long river. Every morning the boats leave before sunrise, "

@@ -15,12 +15,11 @@ import pytest
 
 from spectrain.errors import RunError, UserError
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.launch import explain_log, start_engine
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.process_group import stop_group
 from spectrain.servers.vllm import VllmServer, VllmSettings
-
-from .engines import becomes_true, fake_python, is_running, package_path
+from spectrain_serve.engines.launch import explain_log, start_engine
+from spectrain_serve.engines.process_group import stop_group
+from tests.servers.engines import becomes_true, fake_python, is_running
 
 LAUNCH = EngineLaunch("TARGET", "tiny")
 
@@ -108,11 +107,17 @@ def test_a_group_that_ignores_the_signal_is_killed() -> None:
     assert process.wait() == -signal.SIGKILL
 
 
+def package_path() -> dict[str, str]:
+    """Return an environment in which a process of its own imports the core and this package."""
+    root = Path(__file__).parents[4]
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'packages' / 'serve'}"}
+
+
 OWNER = """
 import os, signal, sys
 # Commands in the background of a shell begin with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from spectrain.servers.process_group import run_group
+from spectrain_serve.engines.process_group import run_group
 python, port, child = sys.argv[1:]
 with run_group([python, "--port", port, "--child-file", child], os.environ, sys.stderr) as process:
     print(process.pid, flush=True)

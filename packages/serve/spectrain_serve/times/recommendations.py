@@ -8,7 +8,8 @@ from pathlib import Path
 from spectrain.eval.comparison import ScoredRun
 from spectrain.export.card import chain_rates
 from spectrain.servers.engines import ENGINES
-from spectrain.servers.row_times import EngineTimes, advise_engine, find_times, predict_speedups
+
+from .row_times import EngineTimes, advise_engine, find_times, predict_speedups
 
 
 def advise_engines(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:

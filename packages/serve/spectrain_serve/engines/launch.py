@@ -21,11 +21,11 @@ import httpx
 
 from spectrain.config.environment import inherited_environment
 from spectrain.errors import RunError, UserError
+from spectrain.servers.base import Server
+from spectrain.servers.commands import EngineCommand, EngineLaunch
+from spectrain.servers.settings import EngineSettings
 
-from .base import Server
-from .commands import EngineCommand, EngineLaunch
 from .process_group import run_group
-from .settings import EngineSettings
 
 # Seconds between two attempts to reach a starting engine, and for an attempt.
 POLL_SECONDS = 0.25

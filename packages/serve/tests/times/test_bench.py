@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from spectrain.bench import engine as bench
-from spectrain.bench.engine import EngineBench, list_groups, make_times, measure_engine
-from spectrain.bench.engine_table import print_times
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.targets import TargetFiles
@@ -26,6 +23,9 @@ from spectrain.servers.base import (
 from spectrain.servers.client import HttpClient
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.settings import EngineSettings
+from spectrain_serve.times import bench
+from spectrain_serve.times.bench import EngineBench, list_groups, make_times, measure_engine
+from spectrain_serve.times.table import print_times
 
 # Milliseconds of a forward by rows, of a fake engine, and of the drafting of one token.
 FORWARD = {1: 10.0, 2: 12.0, 3: 15.0, 4: 20.0, 8: 30.0}

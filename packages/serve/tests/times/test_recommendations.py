@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from packages.serve.tests.times.test_row_times import make_times
 from spectrain.config.spec import RunSpec
 from spectrain.eval.comparison import ScoredRun
-from spectrain.eval.engine_advice import advise_engines
 from spectrain.export.card import gain_section
 from spectrain.export.targets import TargetFiles
 from spectrain.planning.plan import advise_engine_gain
-from spectrain.servers.row_times import DrafterTimes, RoundTime, Spread, save_times
-from tests.servers.test_row_times import make_times
+from spectrain_serve.times.recommendations import advise_engines
+from spectrain_serve.times.row_times import DrafterTimes, RoundTime, Spread, save_times
 
 # Two drafted tokens are accepted in 0.6 and 0.3 of the rounds.
 SUMMARY = {
