@@ -26,6 +26,7 @@ from spectrain.servers.commands import EngineCommand, EngineLaunch
 from spectrain.servers.settings import EngineSettings
 
 from .process_group import run_group
+from .starters import find_starter
 
 # Seconds between two attempts to reach a starting engine, and for an attempt.
 POLL_SECONDS = 0.25
@@ -76,10 +77,11 @@ def start_engine(server: Server, launch: EngineLaunch | EngineCommand) -> Iterat
         check_port(server.settings)
         command = launch
     else:
-        server.check_installed()
+        starter = find_starter(server)
+        starter.check_installed()
         check_port(server.settings)
-        command = server.make_command(launch)
-        server.prepare_start(launch)
+        command = starter.make_command(launch)
+        starter.prepare_start(launch)
     environment = {**inherited_environment(), **command.environment}
     with (
         open_log(server.name) as output,

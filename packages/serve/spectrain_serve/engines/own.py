@@ -13,6 +13,7 @@ from spectrain.servers.openai import OpenAIServer
 from spectrain.servers.settings import EngineSettings
 
 from .control_key import bearer_header, read_control_key
+from .starter import EngineStarter
 
 MODULE = "spectrain_serve.follow.own_engine"
 
@@ -27,10 +28,27 @@ class OwnServer(OpenAIServer):
         counts_drafts=True, starts_quickly=True
     )
     settings: EngineSettings
-    active_drafter_request = ("/drafter", None)
 
     def __init__(self, config: EngineSettings) -> None:
         super().__init__(config)
+
+    def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
+        rounds = (response.get("metrics") or {}).get("rounds")
+        return (
+            None
+            if rounds is None
+            else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+        )
+
+
+class OwnStarter(EngineStarter):
+    """Starts this project's engine."""
+
+    def __init__(self, server: OwnServer) -> None:
+        super().__init__(server)
+        self.settings = server.settings
+
+    active_drafter_request = ("/drafter", None)
 
     def check_installed(self) -> None:
         """This package requires all that its engine needs."""
@@ -53,14 +71,6 @@ class OwnServer(OpenAIServer):
         }
         words = [f"{key}={value}" for key, value in options.items()]
         return EngineCommand([self.settings.python or sys.executable, "-m", MODULE, *words])
-
-    def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
-        rounds = (response.get("metrics") or {}).get("rounds")
-        return (
-            None
-            if rounds is None
-            else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
-        )
 
     def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         return [("/swap_drafter", {"path": folder})]

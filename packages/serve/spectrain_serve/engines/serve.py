@@ -32,6 +32,7 @@ from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
 
 from .launch import start_engine
+from .starters import find_starter
 
 
 def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
@@ -68,7 +69,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
                 drafter.write(folder, getattr(server.settings, "python", None))
             launch = drafter.make_launch(server, folder)
         if print_only:
-            print("\n".join([*lines, server.make_command(launch).format_shell()]))
+            print("\n".join([*lines, find_starter(server).make_command(launch).format_shell()]))
         else:
             run_engine(server, launch)
 

@@ -26,6 +26,8 @@ from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
 from spectrain_serve.engines.launch import RunningEngine, start_engine
 from spectrain_serve.engines.serve import find_served_drafter
+from spectrain_serve.engines.starter import EngineStarter
+from spectrain_serve.engines.starters import find_starter
 
 from .http_server import HttpThread
 from .settings import FollowSettings
@@ -69,6 +71,11 @@ class DrafterSwapper:
     drains: list[threading.Thread] = field(default_factory=list)
 
     @property
+    def starter(self) -> EngineStarter:
+        """Return what starts the engine of the server and gives it other drafters."""
+        return find_starter(self.server)
+
+    @property
     def can_start(self) -> bool:
         """Return whether follow may start a server and send requests to it."""
         return (
@@ -87,12 +94,12 @@ class DrafterSwapper:
     @property
     def takes_weights(self) -> bool:
         """Return whether the running server takes other weights of its drafter."""
-        return bool(self.server.swap_steps("")) and self.read_active() is not None
+        return bool(self.starter.swap_steps("")) and self.read_active() is not None
 
     def check_settings(self) -> None:
         """Raise a UserError for a way of swapping that this server does not have."""
         swap, name = self.settings.swap, self.server.name
-        if swap == "push" and not self.server.swap_steps(""):
+        if swap == "push" and not self.starter.swap_steps(""):
             raise UserError(
                 f"follow.swap=push: server={name} takes no weights while it runs; use "
                 "follow.swap=start follow.start=true, or follow.swap=keep"
@@ -146,9 +153,9 @@ class DrafterSwapper:
         with httpx.Client(
             base_url=self.servers.active.root, timeout=SWAP_SECONDS, trust_env=False
         ) as client:
-            for address, body in self.server.swap_steps(str(folder)):
+            for address, body in self.starter.swap_steps(str(folder)):
                 try:
-                    reply = client.post(address, json=body, headers=self.server.control_headers())
+                    reply = client.post(address, json=body, headers=self.starter.control_headers())
                 except httpx.HTTPError as error:
                     raise RunError(
                         f"{address}: the server does not take the drafter ({error})"
@@ -179,20 +186,20 @@ class DrafterSwapper:
         """Return the folder of the drafter that the server says it drafts with; None if it does
         not tell.
         """
-        if self.server.active_drafter_request is None:
+        if self.starter.active_drafter_request is None:
             return None
-        address, body = self.server.active_drafter_request
+        address, body = self.starter.active_drafter_request
         try:
             reply = httpx.request(
                 "GET" if body is None else "POST",
                 self.servers.active.root + address,
                 json=body,
-                headers=self.server.control_headers(),
+                headers=self.starter.control_headers(),
                 timeout=5.0,
                 trust_env=False,
             )
             path = (
-                self.server.active_drafter_path(reply.json()) if reply.status_code == 200 else None
+                self.starter.active_drafter_path(reply.json()) if reply.status_code == 200 else None
             )
         except (httpx.HTTPError, ValueError, TypeError, AttributeError):
             return None
@@ -215,7 +222,7 @@ class DrafterSwapper:
         ones at free ports."""
         earlier = self.started
         server = (
-            self.server.allow_swaps() if self.settings.swap in ("auto", "push") else self.server
+            self.starter.allow_swaps() if self.settings.swap in ("auto", "push") else self.server
         )
         settings = server.settings
         assert isinstance(settings, EngineSettings), "check_settings refuses other servers"

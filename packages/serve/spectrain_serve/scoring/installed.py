@@ -26,6 +26,7 @@ from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
 from spectrain.servers.ports import find_free_ports
 from spectrain_serve.engines.serve import find_served_drafter
+from spectrain_serve.engines.starters import find_starter
 
 from .command import score_server
 
@@ -118,7 +119,7 @@ def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any
     """Return the settings of an engine for the drafter of a run; raise a UserError if it is not
     installed or does not serve the drafter."""
     server: Server = GroupSpec("server", trial.name, trial.make_settings()).build()
-    server.check_installed()
+    find_starter(server).check_installed()
     drafter = find_served_drafter(replace(spec, run=str(run)), trial.name)
     launch = drafter.layout.drafter_launches(drafter.checkpoint, drafter.target, "")[trial.name]
     return trial.make_settings(launch.method)

@@ -36,6 +36,7 @@ from spectrain_serve.engines.serve import (
     interrupt_on_signals,
     launch_target,
 )
+from spectrain_serve.engines.starters import find_starter
 
 from .row_times import (
     DrafterTimes,
@@ -171,7 +172,7 @@ def make_server(spec: RunSpec) -> Server:
         raise UserError(
             f"server={server.name}: its forwards cannot be timed; use llamacpp, openvino or vllm"
         )
-    server.check_installed()
+    find_starter(server).check_installed()
     return server
 
 
@@ -345,7 +346,7 @@ def make_times(
     threads = vars(settings).get("threads", os.environ.get("OMP_NUM_THREADS"))
     return EngineTimes(
         server.name,
-        server.read_version(),
+        find_starter(server).read_version(),
         target.short_name,
         settings.complete_launch(launch).dtype,
         None if threads is None else int(threads),

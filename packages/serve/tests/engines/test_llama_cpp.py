@@ -47,10 +47,11 @@ from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings, find_program
+from spectrain.servers.llamacpp_command import LlamaCppSettings
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
 from spectrain_serve.engines.launch import RunningEngine, start_engine
+from spectrain_serve.engines.llamacpp import find_program
 from spectrain_serve.scoring.agreement import list_rounds
 from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
 from spectrain_serve.scoring.rounds import to_generation

@@ -17,7 +17,7 @@ DATES = {
     # The date in the provenance of a run, which nothing reads.
     "spectrain/provenance.py": 1,
     # A seed where a request gives none.
-    "spectrain/servers/plugins/spectrain_openvino.py": 1,
+    "packages/serve/spectrain_serve/engines/plugins/spectrain_openvino.py": 1,
     # Dates that are compared with those of a ledger.
     "benchmarks/follow_day.py": 1,
     "benchmarks/follow_traffic.py": 1,

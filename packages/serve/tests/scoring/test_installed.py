@@ -121,7 +121,9 @@ def test_an_engine_that_is_not_installed(
     def raise_error(self: object) -> None:
         raise UserError("not installed")
 
-    monkeypatch.setattr("spectrain.servers.llamacpp.LlamaCppServer.check_installed", raise_error)
+    monkeypatch.setattr(
+        "spectrain_serve.engines.llamacpp.LlamaCppStarter.check_installed", raise_error
+    )
     trial = next(trial for trial in TRIALS if trial.name == "llamacpp")
     with pytest.raises(UserError, match="not installed"):
         installed.find_settings(trial, spec, tmp_path)

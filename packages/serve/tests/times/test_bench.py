@@ -23,6 +23,7 @@ from spectrain.servers.base import (
 from spectrain.servers.client import HttpClient
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.settings import EngineSettings
+from spectrain_serve.engines.starter import EngineStarter
 from spectrain_serve.times import bench
 from spectrain_serve.times.bench import EngineBench, list_groups, make_times, measure_engine
 from spectrain_serve.times.table import print_times
@@ -96,6 +97,8 @@ def fake_start(monkeypatch: pytest.MonkeyPatch) -> None:
     # It asks git.
     monkeypatch.setattr(bench, "collect_provenance", dict)
     monkeypatch.setattr(bench, "start_engine", start)
+    # The fake server has no engine whose version could be read.
+    monkeypatch.setattr(bench, "find_starter", EngineStarter)
 
 
 @pytest.mark.parametrize("kind", [TimedServer, ChoosingServer])

@@ -21,15 +21,10 @@ from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
 from spectrain.servers.environments import EngineEnvironment
 from spectrain.servers.errors import ServerError
 from spectrain.servers.openvino import OpenVinoServer
-from spectrain.servers.openvino_command import (
-    SCRIPT,
-    OpenVinoSettings,
-    serve_openvino,
-    start_openvino,
-)
+from spectrain.servers.openvino_command import OpenVinoSettings, serve_openvino
 from spectrain.servers.openvino_ir import IR_NAME
-
-from .test_commands import options_of
+from spectrain_serve.engines.openvino import SCRIPT, OpenVinoStarter, start_openvino
+from tests.servers.test_commands import options_of
 
 # Tokens that the stand-in emits in each step; a request ends with them or at its limit.
 STEPS = [[11], [12, 13, 14], [15], [16, 17]]
@@ -316,26 +311,29 @@ def test_a_target_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A target is converted into the cache, by the weight type; a folder that holds an IR is
     used as it is.
     """
-    monkeypatch.setattr("spectrain.servers.openvino.cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "spectrain_serve.engines.openvino.cache_directory", lambda: tmp_path / "cache"
+    )
     sources: list[str] = []
 
     def write_ir(self: Any, source: str, out: Path, options: tuple[str, ...] = ()) -> None:
         sources.append(source)
         (out / f"{IR_NAME}.xml").write_text("<net />")
 
-    monkeypatch.setattr("spectrain.servers.openvino.IrConverter.convert", write_ir)
+    monkeypatch.setattr("spectrain_serve.engines.openvino.IrConverter.convert", write_ir)
     target = tmp_path / "target"
     target.mkdir()
     (target / "config.json").write_text(json.dumps({}))
-    server = OpenVinoServer(OpenVinoSettings())
+    starter = OpenVinoStarter(OpenVinoServer(OpenVinoSettings()))
     for _ in range(2):
-        server.prepare_start(EngineLaunch(str(target)))
-    OpenVinoServer(OpenVinoSettings(weights="int8")).prepare_start(EngineLaunch(str(target)))
+        starter.prepare_start(EngineLaunch(str(target)))
+    packed = OpenVinoStarter(OpenVinoServer(OpenVinoSettings(weights="int8")))
+    packed.prepare_start(EngineLaunch(str(target)))
     assert (
         sources == [str(target)] * 2 and len(list((tmp_path / "cache" / "openvino").iterdir())) == 2
     )
     (target / f"{IR_NAME}.xml").write_text("<net />")
-    server.prepare_start(EngineLaunch(str(target)))
+    starter.prepare_start(EngineLaunch(str(target)))
     assert len(sources) == 2
 
 
@@ -350,7 +348,7 @@ def test_wrong_settings_of_openvino_are_refused() -> None:
             OpenVinoSettings(**settings)  # type: ignore[arg-type]
     launch = EngineLaunch("IR", capture_layers=(2,))
     with pytest.raises(UserError, match="OpenVINO gives no hidden states"):
-        OpenVinoServer(OpenVinoSettings()).make_command(launch)
-    absent = OpenVinoServer(OpenVinoSettings(python="/nowhere/python"))
+        OpenVinoStarter(OpenVinoServer(OpenVinoSettings())).make_command(launch)
+    absent = OpenVinoStarter(OpenVinoServer(OpenVinoSettings(python="/nowhere/python")))
     with pytest.raises(UserError, match=r"server.python=/nowhere/python: .* run make openvino"):
         absent.check_installed()
