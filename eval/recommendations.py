@@ -18,9 +18,9 @@ from spectrain.eval.comparison import (
     make_row,
     ranking_engine,
 )
-from spectrain.eval.engine_advice import advise_engines
 from spectrain.eval.intervals import Interval, interval
 from spectrain.eval.scenarios import SCENARIOS, advise_axis, describe_missing
+from spectrain.servers.advice import list_engine_advice
 
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens per second over autoregressive ones
 
@@ -97,9 +97,14 @@ def compare_runs(
         "setting": describe_setting(runs, budget),
         "rows": rows,
         "axes": axes,
-        "recommendations": [*advice, *advise_sampling(runs), *advise_engines(runs)],
+        "recommendations": [*advice, *advise_sampling(runs), *recommend_by_engine(runs)],
         "caveats": list_differences(runs),
     }
+
+
+def recommend_by_engine(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
+    """Return what installed packages recommend by the measured times of engines."""
+    return [entry for advice in list_engine_advice() for entry in advice.recommend_drafters(runs)]
 
 
 def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:

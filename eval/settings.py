@@ -9,6 +9,7 @@ from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
 from spectrain.eval.context import ContextFiller, ContextMethod
+from spectrain.runs.server_scores import require_server_scores
 
 DrafterDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters
@@ -144,6 +145,8 @@ class EvalSettings:
             raise UserError(
                 f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}"
             )
+        if self.serve_in is not None:
+            require_server_scores("eval.serve_in")
         if self.drafter_dtype not in get_args(DrafterDtype):
             raise UserError(
                 f"eval.drafter_dtype={self.drafter_dtype}: choose from "

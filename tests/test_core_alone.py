@@ -63,7 +63,21 @@ MISSING = {
     "tree=sequoia": ["train", "recipe=eagle3", "tree=sequoia"],
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
+    "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
+    "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
+    "`spectrain serve`": ["serve", "run=runs/NAME"],
+    "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
+    "`spectrain eval` with a server": ["eval", "server=vllm", "eval.limit=1"],
+    "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
 }
+SERVE = (
+    "server=spectrain",
+    "`spectrain follow`",
+    "`spectrain serve`",
+    "`spectrain bench engine`",
+    "`spectrain eval` with a server",
+    "eval.serve_in",
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +102,9 @@ def test_torch_computes_without_packages(report: dict[str, Any]) -> None:
     assert (report["built"]["accelerator"], report["built"]["kernels"]) == ("Accelerator", 0)
 
 
-def test_a_missing_idea_is_named_with_its_package(report: dict[str, Any]) -> None:
+def test_what_is_missing_is_named_with_its_package(report: dict[str, Any]) -> None:
     """One sentence says where it is, and the exit status is that of a mistake in the command."""
-    for shown, (status, err) in zip(MISSING, report["answers"], strict=True):
-        package = "pip install spectrain-research (in a checkout: pip install packages/research)"
-        assert (status, err) == (2, f"spectrain: {shown} is in spectrain-research: {package}\n")
+    for shown, answer in zip(MISSING, report["answers"], strict=True):
+        name = "serve" if shown in SERVE else "research"
+        package = f"pip install spectrain-{name} (in a checkout: pip install packages/{name})"
+        assert answer == [2, f"spectrain: {shown} is in spectrain-{name}: {package}\n"]

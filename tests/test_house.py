@@ -39,7 +39,7 @@ ROOMS = (
     ("export",),
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
-    ("follow",),
+    tuple(Path(package).name for package in PACKAGES),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -47,7 +47,6 @@ ROOMS = (
 lines before it.
 """
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-LEVEL |= {Path(package).name: LEVEL["follow"] for package in PACKAGES}
 PLAIN = {
     "base",
     "capabilities",
@@ -236,16 +235,16 @@ HOMONYMS = {
     "other_device",
     "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid",
     "space",
-    "sweeps", "transport", "traversal", "union", "universal",
+    "spectrain", "sweeps", "transport", "traversal", "union", "universal",
 }  # fmt: skip
 """Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model
-(falcon), a type (int4).
+(falcon), a type (int4), this project (spectrain).
 """
 
 
 def list_idea_names() -> dict[str, set[str]]:
     """Return group -> names: the choices that packages add, and under "" the folders of their
-    ideas.
+    ideas, which have a README each.
     """
     groups: dict[str, set[str]] = defaultdict(set)
     for package in read_package_names().values():
@@ -253,9 +252,31 @@ def list_idea_names() -> dict[str, set[str]]:
             if "." not in group and group != "format":
                 groups[group] |= {*names}
     groups[""] = {
-        path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/__init__.py")
-    } - {"conf"}
+        path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/README.md")
+    }
     return groups
+
+
+def core_texts() -> list[Path]:
+    """Return the files of the core with code or configuration."""
+    return [
+        *core_code(),
+        *(ROOT / "conf").rglob("*.yaml"),
+        *(ROOT / "recipes").glob("*.yaml"),
+        *(ROOT / "spectrain").rglob("*.yaml"),
+    ]
+
+
+def test_no_package_is_named_in_the_core() -> None:
+    """Entry points lead to packages; packages.json alone names them."""
+    names = {Path(folder).name for folder in PACKAGES}
+    names |= {name.replace("_", "-") for name in names}
+    pattern = re.compile(rf"\b(?:{'|'.join(sorted(names))})\b(?!-)")
+    assert not {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in core_texts()
+        for match in pattern.finditer(path.read_text())
+    }
 
 
 def test_no_idea_is_named_in_the_core() -> None:
@@ -271,15 +292,9 @@ def test_no_idea_is_named_in_the_core() -> None:
         if group
     ]
     pattern = re.compile("|".join(patterns))
-    files = [
-        *core_code(),
-        *(ROOT / "conf").rglob("*.yaml"),
-        *(ROOT / "recipes").glob("*.yaml"),
-        *(ROOT / "spectrain").rglob("*.yaml"),
-    ]
     found = {
         f"{path.relative_to(ROOT)}: {match[0]}"
-        for path in files
+        for path in core_texts()
         for match in pattern.finditer(path.read_text())
     }
     assert not found, sorted(found)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spectrain.files import write_text
-from spectrain.follow.drift import DriftTest
 from spectrain.provenance import collect_provenance
+from spectrain_serve.follow.drift import DriftTest
 
 RATE = 0.05
 HORIZON = 1000

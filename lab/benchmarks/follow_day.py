@@ -33,14 +33,14 @@ from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.files import write_text
-from spectrain.follow.examples import tokenize_conversation, write_examples
-from spectrain.follow.ledger import read_ledger
-from spectrain.follow.traffic import RecordedConversation
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.servers.control_key import bearer_header, read_control_key
 from spectrain.servers.ports import find_free_port
+from spectrain_serve.engines.control_key import bearer_header, read_control_key
+from spectrain_serve.follow.examples import tokenize_conversation, write_examples
+from spectrain_serve.follow.ledger import read_ledger
+from spectrain_serve.follow.traffic import RecordedConversation
 
 from .follow_plot import plot_days
 from .follow_traffic import (

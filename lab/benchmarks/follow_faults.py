@@ -28,9 +28,9 @@ from typing import Any
 import aiohttp
 
 from spectrain.files import write_text
-from spectrain.follow.http_server import make_http_server
 from spectrain.provenance import collect_provenance
 from spectrain.servers.ports import find_free_port
+from spectrain_serve.follow.http_server import make_http_server
 
 NUM_PARTS = 12
 PART_SECONDS = 0.02
@@ -192,8 +192,8 @@ def check_killed_trainer(rig: FaultRig) -> str | None:
     """A process that trains a candidate is killed: the candidate is given up with the reason,
     and the loop goes on.
     """
-    from spectrain.follow.candidate import CandidateJob
-    from spectrain.follow.ledger import read_ledger
+    from spectrain_serve.follow.candidate import CandidateJob
+    from spectrain_serve.follow.ledger import read_ledger
 
     with tempfile.TemporaryDirectory() as folder:
         follower = make_follower(Path(folder))
@@ -217,14 +217,14 @@ def check_killed_trainer(rig: FaultRig) -> str | None:
 def make_follower(folder: Path) -> Any:
     """Return a loop without a server."""
     from spectrain.config.spec import RunSpec
-    from spectrain.follow.follower import TrafficFollower
-    from spectrain.follow.proxy import Recorder
-    from spectrain.follow.settings import FollowSettings
-    from spectrain.follow.state import ActiveDrafter, FollowFolder
-    from spectrain.follow.swap import DrafterSwapper
-    from spectrain.follow.upstream import UpstreamSwitch
-    from spectrain.servers.own import OwnServer
     from spectrain.servers.settings import EngineSettings
+    from spectrain_serve.engines.own import OwnServer
+    from spectrain_serve.follow.follower import TrafficFollower
+    from spectrain_serve.follow.proxy import Recorder
+    from spectrain_serve.follow.settings import FollowSettings
+    from spectrain_serve.follow.state import ActiveDrafter, FollowFolder
+    from spectrain_serve.follow.swap import DrafterSwapper
+    from spectrain_serve.follow.upstream import UpstreamSwitch
 
     files = FollowFolder(folder)
     settings = FollowSettings()
@@ -240,7 +240,7 @@ def check_corrupt_candidate(rig: FaultRig) -> str | None:
     earlier drafter stays active.
     """
     from spectrain.errors import RunError
-    from spectrain.follow.state import hash_weights
+    from spectrain_serve.follow.state import hash_weights
 
     with tempfile.TemporaryDirectory() as name:
         follower = make_follower(Path(name))
@@ -261,7 +261,7 @@ def check_full_disk(rig: FaultRig) -> str | None:
     """No file may grow: the loop goes on, what was saved stays, and the decisions are written
     once there is room.
     """
-    from spectrain.follow.ledger import read_ledger
+    from spectrain_serve.follow.ledger import read_ledger
 
     with tempfile.TemporaryDirectory() as name:
         follower = make_follower(Path(name))
@@ -290,11 +290,12 @@ def check_full_disk(rig: FaultRig) -> str | None:
 
 def check_two_processes(rig: FaultRig) -> str | None:
     """Check that a second process that follows the same run is refused."""
-    from spectrain.follow.state import FollowFolder
+    from spectrain_serve.follow.state import FollowFolder
 
     with tempfile.TemporaryDirectory() as name, FollowFolder(Path(name)).lock():
         code = (
-            f"from spectrain.follow.state import *\nwith FollowFolder(Path({name!r})).lock(): pass"
+            "from spectrain_serve.follow.state import *\n"
+            f"with FollowFolder(Path({name!r})).lock(): pass"
         )
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         return (
@@ -384,9 +385,9 @@ def serve(role: str, port: int, upstream: str) -> None:
     if role == "server":
         asyncio.run(make_http_server(answer, "127.0.0.1", port).serve())
         return
-    from spectrain.follow.proxy import Proxy, Recorder
-    from spectrain.follow.settings import ListenSettings
-    from spectrain.follow.upstream import UpstreamSwitch
+    from spectrain_serve.follow.proxy import Proxy, Recorder
+    from spectrain_serve.follow.settings import ListenSettings
+    from spectrain_serve.follow.upstream import UpstreamSwitch
 
     proxy = Proxy(ListenSettings(), UpstreamSwitch(upstream), Recorder(1.0))
 

@@ -24,11 +24,11 @@ from typing import Any
 import aiohttp
 
 from spectrain.files import write_text
-from spectrain.follow.http_server import make_http_server
-from spectrain.follow.proxy import Proxy, Recorder
-from spectrain.follow.settings import ListenSettings
-from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.ports import find_free_port
+from spectrain_serve.follow.http_server import make_http_server
+from spectrain_serve.follow.proxy import Proxy, Recorder
+from spectrain_serve.follow.settings import ListenSettings
+from spectrain_serve.follow.upstream import UpstreamSwitch
 
 NUM_PARTS = 16
 PART_SECONDS = 0.02

@@ -4,7 +4,7 @@ from typing import Any
 
 from lab.benchmarks.follow_overhead import NUM_PARTS
 from lab.pages.render import fill_paragraphs, format_table
-from spectrain.follow.settings import FollowSettings
+from spectrain_serve.follow.settings import FollowSettings
 
 RATES = {
     "first kind, before": "first kind, before the change",

@@ -8,7 +8,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from spectrain.config.choices import (
     select_choices,
     settings_by_group,
 )
+from spectrain.config.commands import Command, add_installed_commands
 from spectrain.config.installed import list_conf_folders
 from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
@@ -32,32 +33,11 @@ EXPERIMENTAL_GROUPS = ("recipe", "drafter", "acceptance", "tree")
 HELP_WORDS = ("-h", "--help", "help")
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: its purpose in one line, examples with explanations, where its results go, and
-    its configuration in conf/.
-    """
-
-    about: str
-    examples: dict[str, str]
-    results: str
-    # The configuration in conf/; None passes the words unchanged.
-    config: str | None = None
-    flags: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-    # Flag -> a setting, or the key whose value follows it.
-    stands: dict[str, str] = field(default_factory=dict)
-    # Keys of positional words.
-    places: list[str] = field(default_factory=list)
-    # The key of the drafter that the command reads unless drafter=CHOICE is given.
-    drafter: str | None = None
-    # Setting that is implied -> groups, any of which replaces it.
-    implied: dict[str, list[str]] = field(default_factory=dict)
-
-
 HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
 # In the order of a project.
-COMMANDS = {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
+COMMANDS = add_installed_commands(
+    {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
+)
 
 
 def format_overview() -> str:

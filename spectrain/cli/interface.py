@@ -26,8 +26,6 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.eval.serving.command import score_server
-from spectrain.eval.serving.installed import score_in_engine
 from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import train as training
@@ -35,6 +33,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_drafter, save_drafter
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
+from spectrain.runs.server_scores import score_in_engine, score_server
 from spectrain.trees import TreeBuilder
 
 from .overrides import allow_new_keys, check_words, list_config_groups

@@ -9,15 +9,19 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.commands import (
+    Task,
+    add_installed_tasks,
+    read_command,
+    read_command_run,
+)
 from spectrain.output.streams import clean_output
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
-
-Task = Callable[[Any], Any]
 
 
 def main() -> None:
@@ -53,6 +57,7 @@ def print_failure(message: str, status: int) -> int:
 
 def dispatch_command(arguments: list[str]) -> None:
     """Run the command that the first words name with the other words, or show help."""
+    from spectrain.config.missing import explain_missing
     from spectrain.errors import UserError, suggest_nearest
 
     from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
@@ -75,6 +80,8 @@ def dispatch_command(arguments: list[str]) -> None:
                 f"{arguments[0]}: say which, as in "
                 f"{', '.join(f'spectrain {command}' for command in inside)}"
             )
+        if (missing := explain_missing("command.", name, f"`spectrain {name}`")) is not None:
+            raise UserError(missing)
         raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
     if any(word in HELP_WORDS[:2] for word in words):
         return print(
@@ -194,7 +201,7 @@ def call_with_spec(path: str, *keys: str) -> Task:
     """
 
     def run(config: Any) -> None:
-        spec, settings = read_run(config, *keys)
+        spec, settings = read_command_run(config, *keys)
         lazy_import(path)(spec, **settings)
 
     return run
@@ -203,30 +210,25 @@ def call_with_spec(path: str, *keys: str) -> Task:
 def plan_command(config: Any) -> None:
     # Recipes depend on the planned device.
     lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
-    spec, settings = read_run(config, "plan")
+    spec, settings = read_command_run(config, "plan")
     settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
 
 
 def train_command(config: Any) -> None:
-    spec, _ = read_run(config)
-    serve_scored(spec, lazy_import("runs.train.train_and_score")(spec))
+    spec, _ = read_command_run(config)
+    folder = lazy_import("runs.train.train_and_score")(spec)
+    lazy_import("runs.server_scores.score_in_engine")(spec, folder)
 
 
 def evaluate_command(config: Any) -> None:
     if "server" in config or config.serve:
-        lazy_import("eval.serving.command.score_server")(config)
+        lazy_import("runs.server_scores.score_server")(config)
         return
     spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(config)
     lazy_import("runs.score.evaluate")(spec, folder)
     # A run's own setting is about its training.
     if (config.get("eval") or {}).get("serve_in"):
-        serve_scored(spec, folder)
-
-
-def serve_scored(spec: Any, run: Path) -> None:
-    """Score the drafter also in the engine that eval.serve_in names."""
-    if spec.eval.get("serve_in"):
-        lazy_import("eval.serving.installed.score_in_engine")(spec, run)
+        lazy_import("runs.server_scores.score_in_engine")(spec, folder)
 
 
 def audit_command(config: Any) -> None:
@@ -270,7 +272,7 @@ def completion_command(words: list[str]) -> None:
     )  # scripts ask for words
 
 
-COMMAND_TASKS: Mapping[str, Task] = {
+CORE_TASKS: Mapping[str, Task] = {
     "train": train_command,
     "plan": plan_command,
     "eval": evaluate_command,
@@ -290,12 +292,8 @@ COMMAND_TASKS: Mapping[str, Task] = {
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
-    "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
-    "follow": lambda config: lazy_import("follow.command.follow_command")(config, command_words()),
-    "follow status": call_with_keys("follow.command.status_command", "run", "rollback"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
-    "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),
     "export": call_with_keys(
         "cli.export.export_command",
         "run",
@@ -318,32 +316,7 @@ COMMAND_TASKS: Mapping[str, Task] = {
 """What each command of help.yaml does, with its configuration or, where it has none, with its
 words.
 """
-
-
-def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the checked settings of a command by key."""
-    settings: dict[str, Any] = lazy_import("config.resolve.resolve")(config, keys)
-    return settings
-
-
-def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
-    """Return the checked settings of a run, with its recipe's name and the command's own words,
-    and those of more keys.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    recipe = HydraConfig.get().runtime.choices.get("recipe")
-    read: tuple[Any, dict[str, Any]] = lazy_import("config.spec.read_run")(
-        config, keys, command_words(), recipe
-    )
-    return read
-
-
-def command_words() -> list[str]:
-    """Return the words of the command that hydra runs."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return [*HydraConfig.get().overrides.task]
+COMMAND_TASKS = add_installed_tasks(CORE_TASKS)
 
 
 def explain_path_error(error: Exception) -> str | None:

@@ -19,12 +19,13 @@ from spectrain.config.choices import (
     find_owners,
     load_schema,
 )
+from spectrain.config.commands import Command
 from spectrain.config.missing import explain_missing
 from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.folder import require_drafter_directory
 
-from .help import COMMANDS, HELP_DATA, Command
+from .help import COMMANDS, HELP_DATA
 
 BARE_FLAGS = HELP_DATA["hydra"]["alone"]
 VALUE_FLAGS = HELP_DATA["hydra"]["valued"]

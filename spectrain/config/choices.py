@@ -184,7 +184,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def load_schema(config: str) -> CommandSchema:
     """Load the schema of the configuration with this name."""
-    path = PACKAGE_ROOT / "conf" / f"{config}.yaml"
+    paths = [folder / f"{config}.yaml" for folder in conf_folders()]
+    path = next((path for path in paths if path.exists()), paths[0])
     result = CommandSchema()
     content = load_yaml(path)
     for entry in content.get("defaults", ()):

@@ -65,12 +65,8 @@ COMMAND_ONLY = (
         "sends requests to an address, and starts an engine with its arguments",
     ),
     CommandOnlySetting("tracker", ALL, "sends", "sends a run to an account"),
-    CommandOnlySetting(
-        "follow", ALL, "starts a process", "listens, records requests, and starts commands"
-    ),
     CommandOnlySetting("writer", ALL, "sends", "chooses who writes answers"),
     CommandOnlySetting("plan", ALL, "writes", "writes a file"),
-    CommandOnlySetting("bench", ALL, "starts a process", "starts an engine"),
     CommandOnlySetting("compare", ALL, "writes", "trains and writes other run folders"),
     CommandOnlySetting("regenerate", ALL, "writes", "writes a data set"),
     CommandOnlySetting("chat", ALL, "sends", "chooses how a chat begins"),

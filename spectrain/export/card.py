@@ -13,9 +13,9 @@ from typing import Any
 from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
+from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
-from spectrain.servers.row_times import advise_target
 
 from .layout import DrafterCheckpoint, Layout
 from .table import list_packages
@@ -262,7 +262,11 @@ def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list
     engine` has measured the target; [] if it has not."""
     measured = measured_rates(run)
     rates = None if measured is None else measured[1]
-    sentences = advise_target(target.short_name, rates, str(run), engines)
+    sentences = [
+        sentence
+        for advice in list_engine_advice()
+        for sentence in advice.advise_target(target.short_name, engines, rates, {}, str(run))
+    ]
     return ["## What drafting can gain in engines", "", *sentences, ""] if sentences else []
 
 

@@ -49,7 +49,7 @@ ARCHITECTURE_SIZES = (
 )
 """Keys of an `architecture` that needs no target."""
 CHAIN_TOKENS = 3
-"""Tokens that this project's engine drafts in a round when it serves (`server=spectrain`)."""
+"""Tokens that this project's engine drafts in a round when it serves."""
 
 
 class NativeLayout(Layout):

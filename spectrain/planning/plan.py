@@ -21,15 +21,15 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import adapts_layers
 from spectrain.errors import UserError
+from spectrain.export.launches import describe_launches
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.files import require_writable, write_text
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
-from spectrain.runs.serve import describe_launches
+from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import is_decreasing, round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
-from spectrain.servers.row_times import advise_engine, find_times
 from spectrain.training.parallel import check_context
 
 from .footprint import (
@@ -294,12 +294,14 @@ def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
         return []
     engine = str(spec.server.choice)
     facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
-    measured = find_times(TargetFiles.from_settings(spec.target.node).short_name, engine, **facts)
-    if measured:
-        return [
-            advise_engine(times, rates, acceptance=f"plan.acceptance_rates={rates}")
-            for times in measured
-        ]
+    target = TargetFiles.from_settings(spec.target.node).short_name
+    sentences = [
+        sentence
+        for advice in list_engine_advice()
+        for sentence in advice.advise_target(target, [engine], rates, facts, run=None)
+    ]
+    if sentences:
+        return sentences
     words = [
         word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)
     ]

@@ -22,7 +22,6 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
 
-from .commands import EngineCommand, EngineLaunch
 from .errors import ServerError
 from .settings import ClientSettings
 
@@ -285,60 +284,11 @@ class Server(ABC):
     ) -> Completion:
         """Request an answer from one server."""
 
-    def check_installed(self) -> None:
-        """Raise a UserError if spectrain cannot start this engine on this machine."""
-        raise UserError(
-            f"server={self.name}: spectrain does not start it; start it yourself and give "
-            "server.url, or take server=vllm"
-        )
-
-    def read_version(self) -> str | None:
-        """Return the version of the engine that is installed; None if it does not tell."""
-        return None
-
-    def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        """Return the command that starts this engine; raise a UserError for what the engine
-        cannot do.
-        """
-        raise UserError(
-            f"server={self.name}: spectrain does not start it; start it yourself and give "
-            "server.url, or take server=vllm"
-        )
-
-    def prepare_start(self, launch: EngineLaunch) -> None:
-        """Prepare the folders that a started engine writes into."""
-
     def make_builder(self, num_tokens: int) -> TreeBuilder:
         """Return our own tree for what the server drafts, with so many tokens: a chain, unless
         the engine has trees.
         """
         return Chain(num_tokens)
-
-    # Request below the server's root that names the active drafter: an address, and a body or None
-    # for GET. It is None if the server does not tell. A server that does not answer it takes no
-    # other drafter.
-    active_drafter_request: ClassVar[tuple[str, dict[str, Any] | None] | None] = None
-
-    def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the posts, as address below the server's root and body, that load the drafter of a
-        folder into the running server; [] if it takes none."""
-        return []
-
-    def active_drafter_path(self, content: dict[str, Any]) -> str | None:
-        """Return the folder of the active drafter from the answer to `active_drafter_request`;
-        None for an unknown one.
-        """
-        return None
-
-    def control_headers(self) -> dict[str, str]:
-        """Return the headers of requests that load another drafter or name the active one."""
-        return {}
-
-    def allow_swaps(self) -> Server:
-        """Return this server with the settings by which engines that it starts take other
-        drafters, as far as they can.
-        """
-        return self
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count

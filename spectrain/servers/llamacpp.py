@@ -7,15 +7,12 @@ at the first token of each round. Rounds near the limit draft no more tokens tha
 
 from __future__ import annotations
 
-import re
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.data.messages import Conversation
-from spectrain.errors import UserError
 
 from .base import (
     Completion,
@@ -28,17 +25,14 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .commands import EngineCommand, EngineLaunch
 from .counters import read_settled_counters
 from .errors import MALFORMED, ServerError, error_text
-from .llamacpp_command import LlamaCppSettings, find_program, start_llamacpp
+from .llamacpp_command import LlamaCppSettings
 from .openai import OpenAIServer
 
 if TYPE_CHECKING:
     from .client import HttpClient
 
-VERSION_LINE = re.compile(r"^version: (.+)$", re.MULTILINE)
-VERSION_SECONDS = 30
 # Its reasons for the end of an answer -> OpenAI's.
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
 
@@ -55,36 +49,6 @@ class LlamaCppServer(OpenAIServer):
 
     def __init__(self, config: LlamaCppSettings) -> None:
         super().__init__(config)
-
-    def check_installed(self) -> None:
-        if find_program(self.settings.program) is None:
-            raise UserError(
-                f"server.program={self.settings.program}: llama.cpp's server is not installed; "
-                "run make llama-cpp in the folder of this project, or give the path of "
-                "llama-server"
-            )
-
-    def read_version(self) -> str | None:
-        """Return the version and the commit that the program prints."""
-        program = find_program(self.settings.program)
-        if program is None:
-            return None
-        try:
-            done = subprocess.run(
-                [program, "--version"],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=VERSION_SECONDS,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        match = VERSION_LINE.search(done.stdout + done.stderr)
-        return None if match is None else match[1]
-
-    def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        program = find_program(self.settings.program) or "llama-server"
-        return start_llamacpp(self.settings.complete_launch(launch), self.settings, program)
 
     def describe_model(self, model: Mapping[str, Any]) -> ServedModel:
         return replace(

@@ -1,8 +1,9 @@
-"""The command that starts llama.cpp's server. It reads the target and the drafter as GGUF files."""
+"""llama.cpp's own command for a launch, and the settings of its server. It reads the target and the
+drafter as GGUF files.
+"""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ DRAFTER_FILE = "drafter.gguf"
 TARGET_FILE = "target.gguf"
 # Tokens of the text that must match for the lookup to copy what followed them.
 LOOKUP_MATCH = 4
-# What make llama-cpp installs, below the project.
-INSTALLED = Path(".llama-cpp/llama-server")
 
 
 @dataclass
@@ -45,41 +44,6 @@ class LlamaCppSettings(EngineSettings):
 def serve_llamacpp(launch: EngineLaunch) -> EngineCommand:
     """Return llama.cpp's own command for a launch, as a user types it."""
     return EngineCommand(["llama-server", *to_options(model_options(launch))])
-
-
-def start_llamacpp(launch: EngineLaunch, settings: LlamaCppSettings, program: str) -> EngineCommand:
-    """Return the command that `spectrain serve` starts. With float32 weights the caches of keys
-    and values are float32, too.
-    """
-    length = settings.max_length
-    options: dict[str, Any] = {
-        "--host": settings.host,
-        "--port": settings.port,
-        "--alias": launch.served_name,
-        "--metrics": True,
-        "-np": settings.slots,
-        "-c": None if length is None else length * settings.slots,
-        "-t": settings.threads,
-        **model_options(launch),
-    }
-    has_model = launch.drafter is not None and launch.drafter.method != LOOKUP
-    caches = ("-ctk", "-ctv", *(("-ctkd", "-ctvd") if has_model else ()))
-    options |= dict.fromkeys(caches, "f32" if launch.dtype == "float32" else None)
-    if has_model:
-        options["-td"] = settings.threads
-    return EngineCommand([program, *to_options(options), *map(str, settings.arguments)])
-
-
-def find_program(program: str | None) -> str | None:
-    """Return the path of llama.cpp's server: the given one, that of make llama-cpp, or that on
-    the PATH; None without one.
-    """
-    if program is not None:
-        return shutil.which(str(Path(program).expanduser()))
-    installed = (folder / INSTALLED for folder in (Path.cwd(), Path(__file__).parents[2]))
-    return next((str(path) for path in installed if path.exists()), None) or shutil.which(
-        "llama-server"
-    )
 
 
 def model_options(launch: EngineLaunch) -> dict[str, Any]:

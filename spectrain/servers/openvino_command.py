@@ -1,29 +1,19 @@
-"""The commands that start OpenVINO GenAI. It is a library, so a script of spectrain serves it
-(spectrain_openvino.py).
+"""The settings of OpenVINO GenAI, and the command that serves with it. OpenVINO GenAI is a library,
+so spectrain serves it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from spectrain.errors import UserError
 
-from .commands import LOOKUP, EngineCommand, EngineLaunch, to_options
-from .environments import EngineEnvironment
+from .commands import EngineCommand, EngineLaunch
 from .openvino_ir import WEIGHT_FORMATS
 from .settings import EngineSettings
 
-SCRIPT = Path(__file__).parent / "plugins" / "spectrain_openvino.py"
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "auto": None}
 """Types in which OpenVINO computes, and its names for them; None leaves the choice to OpenVINO."""
-SEQUENTIAL_METHODS = ("dflash",)
-"""Methods with which OpenVINO decodes one request at a time; the others wait."""
-
-
-# Most tokens of the text's end that the lookup searches for.
-LOOKUP_MATCH = 4
 
 
 @dataclass
@@ -67,40 +57,3 @@ def serve_openvino(launch: EngineLaunch) -> EngineCommand:
     if launch.drafter is not None:
         served = [f"run={launch.drafter.path}"]
     return EngineCommand(["spectrain", "serve", *served, "server=openvino"])
-
-
-def start_openvino(
-    launch: EngineLaunch, settings: OpenVinoSettings, environment: EngineEnvironment
-) -> EngineCommand:
-    """Return the command that `spectrain serve` starts, in OpenVINO's environment; the target is
-    the folder of its IR.
-
-    The interpreter runs isolated, so that no variable of spectrain's own environment changes what
-    it imports.
-    """
-    options: dict[str, Any] = {
-        "--target": launch.target,
-        "--model-name": launch.served_name,
-        "--host": settings.host,
-        "--port": settings.port,
-        "--precision": PRECISIONS[launch.dtype],
-        "--threads": settings.threads,
-        "--device": settings.device,
-        "--max-length": settings.max_length,
-    }
-    if launch.drafter is not None and launch.drafter.method == LOOKUP:
-        options |= {
-            "--lookup-match": LOOKUP_MATCH,
-            "--num-assistant-tokens": launch.drafter.num_tokens,
-        }
-    elif launch.drafter is not None:
-        options |= {
-            "--drafter": launch.drafter.path,
-            "--num-assistant-tokens": launch.drafter.num_tokens,
-            "--branching-factor": settings.branching_factor,
-            "--tree-depth": settings.tree_depth,
-            "--max-requests": 1 if launch.drafter.method in SEQUENTIAL_METHODS else None,
-        }
-    return EngineCommand(
-        [environment.python, "-I", str(SCRIPT), *to_options(options), *map(str, settings.arguments)]
-    )

@@ -28,12 +28,9 @@ from .base import (
     ServerCapabilities,
     add_counters,
 )
-from .commands import EngineCommand, EngineLaunch
-from .environments import EngineEnvironment, read_environment
 from .errors import MALFORMED, ServerError, error_text
 from .openai import OpenAIServer
 from .settings import EngineSettings
-from .sglang_command import PACKAGES, start_sglang
 
 if TYPE_CHECKING:
     from .client import HttpClient
@@ -55,19 +52,6 @@ class SglangServer(OpenAIServer):
         self.counters: DraftCounters | None = None
         # The captured layers of each server, by its address.
         self.layers: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def environment(self) -> EngineEnvironment:
-        """Return the environment in which the engine is started."""
-        return read_environment(self.settings.python, PACKAGES)
-
-    def check_installed(self) -> None:
-        self.environment.require_engine("SGLang", "sglang")
-
-    def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        return start_sglang(
-            self.settings.complete_launch(launch), self.settings, self.environment.python
-        )
 
     async def request_completion(
         self, client: HttpClient, request: CompletionRequest

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.data.messages import Conversation
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
 
 from .base import (
     Completion,
@@ -33,13 +33,11 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .commands import EngineCommand, EngineLaunch, is_decreasing
+from .commands import is_decreasing
 from .counters import read_settled_counters
-from .environments import EngineEnvironment, read_environment
 from .errors import ServerError
 from .openai import OpenAIServer
 from .settings import EngineSettings
-from .vllm_command import PACKAGES, start_vllm
 
 if TYPE_CHECKING:
     from .client import HttpClient
@@ -101,43 +99,9 @@ class VllmServer(OpenAIServer):
         captures_states=True, counts_drafts=True, has_lookup=True
     )
     settings: VllmSettings
-    active_drafter_request = ("/collective_rpc", {"method": "describe_drafter"})
 
     def __init__(self, config: VllmSettings) -> None:
         super().__init__(config)
-
-    @property
-    def environment(self) -> EngineEnvironment:
-        """Return the environment in which the engine is started."""
-        return read_environment(self.settings.python, PACKAGES)
-
-    def check_installed(self) -> None:
-        self.environment.require_engine("vLLM", "vllm")
-
-    def read_version(self) -> str | None:
-        return next(iter(self.environment.versions.values()), None)
-
-    def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        settings, drafter = self.settings, launch.drafter
-        rates = launch.acceptance_rates or tuple(settings.acceptance_rates or ()) or None
-        if rates and launch.capture_layers is not None:
-            raise UserError(
-                "server.acceptance_rates: an engine that captures states drafts nothing; leave "
-                "one of them out"
-            )
-        if drafter is not None and rates:
-            drafter = replace(drafter, num_tokens=len(rates))
-        launch = replace(
-            launch, drafter=drafter, acceptance_rates=rates, takes_drafters=settings.takes_drafters
-        )
-        launch = settings.complete_launch(launch)
-        return start_vllm(launch, settings, self.environment, settings.states_path)
-
-    def prepare_start(self, launch: EngineLaunch) -> None:
-        if launch.capture_layers is not None:
-            prepare_states_folder(
-                self.settings.states_path, is_ours=self.settings.states_folder is None
-            )
 
     async def request_completion(
         self, client: HttpClient, request: CompletionRequest
@@ -212,47 +176,6 @@ class VllmServer(OpenAIServer):
         return add_counters(
             [await read_settled_counters(client, self.name) for client in self.clients]
         )
-
-    def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
-        return [
-            ("/start_draft_weight_update", {}),
-            ("/update_weights", {"update_info": {"path": folder}}),
-            ("/finish_weight_update", {"weight_version": folder}),
-            # Cached prefixes hold the earlier drafter's keys and values; open requests compute
-            # theirs again.
-            ("/reset_prefix_cache?reset_running_requests=true", {}),
-        ]
-
-    def active_drafter_path(self, content: dict[str, Any]) -> str | None:
-        return next(
-            (str(result["path"]) for result in content.get("results", ()) if "path" in result), None
-        )
-
-    def allow_swaps(self) -> VllmServer:
-        return VllmServer(replace(self.settings, takes_drafters=True))
-
-
-def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:
-    """Create the folder of captured states, and remove what a killed server left: locks, unfinished
-    files, and from a folder that is for this alone, complete ones too."""
-    patterns = ("*.partial", "*.safetensors") if is_ours else ("*.partial",)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in folder.glob("*.lock"):
-            with path.open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-        for path in (path for pattern in patterns for path in folder.glob(pattern)):
-            path.unlink()
-    except BlockingIOError as error:
-        raise UserError(
-            f"server.states_folder={folder}: another server writes into it; give another folder"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"server.states_folder={folder}: it cannot be written ({first_line(error)}); give "
-            "another folder"
-        ) from error
 
 
 async def wait_for_writer(path: Path, seconds: float) -> None:

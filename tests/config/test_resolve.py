@@ -16,7 +16,6 @@ from spectrain.config.build import LAYERS
 from spectrain.config.choices import load_schema
 from spectrain.config.resolve import default_group, find_named_keys, merge_layers, split_command
 from spectrain.config.spec import RunSpec
-from spectrain.follow.command import resolve_follow_spec
 
 CHAIN = {"_target_": "spectrain.trees.Chain", "depth": 7}
 
@@ -101,27 +100,6 @@ def run(tmp_path: Path) -> Path:
     }
     (folder / "config.yaml").write_text(yaml.dump(trained))
     return folder
-
-
-@pytest.mark.parametrize(
-    "setting, group, choice, expected",
-    [
-        ({}, "optimizer", "muon", {}),
-        ({"optimizer": "adamw"}, "optimizer", "adamw", {}),
-        ({"trainer.epochs": 3}, "trainer", "default", {"lr": 0.1, "epochs": 3}),
-        ({"tree": "chain"}, "tree", "chain", {"depth": 3}),
-        ({"tree.depth": 2}, "tree", "chain", {"depth": 2}),
-    ],
-    ids=["nothing", "a choice", "a setting", "the same choice", "a tree's setting"],
-)
-def test_a_candidate_is_trained_as_its_run_was(
-    run: Path, setting: dict[str, Any], group: str, choice: str, expected: dict[str, Any]
-) -> None:
-    """What conf/ chooses for `spectrain follow` stands below the run's own settings."""
-    with hydra_context():
-        config, words = compose_config("follow", {"run": run, "server": "vllm", **setting})
-        spec, _ = resolve_follow_spec(config, words)
-    assert (getattr(spec, group).choice, getattr(spec, group).settings) == (choice, expected)
 
 
 def test_the_layers_are_in_the_order_in_which_they_win() -> None:

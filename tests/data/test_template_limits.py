@@ -1,4 +1,4 @@
-"""Chat templates: rows and requests cannot choose them, foreign ones end within limits, and
+"""Chat templates: rows cannot choose them, foreign ones end within limits, and
 valid ones render as before.
 """
 
@@ -18,12 +18,7 @@ from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.template_arguments import check_template_arguments, reserved_names
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
-from spectrain.follow.examples import tokenize_conversation
-from spectrain.follow.exchange import Exchange
-from spectrain.follow.kinds import KindRegistry
-from spectrain.follow.traffic import RecordedConversation, parse_exchange
 from spectrain.models.target import Target
-from spectrain.servers.base import DraftedRounds
 from tests.data.chat_templates import SOURCES, make_tokenizer
 
 MESSAGES = [
@@ -114,28 +109,14 @@ HOSTILE = {
 """Templates of a stranger that run without end, or that take gigabytes."""
 
 
-def exchange_of(**fields: Any) -> Exchange:
-    answer = {"choices": [{"index": 0, "message": {"content": "Hello"}}]}
-    request = json.dumps({"messages": MESSAGES[:1], **fields}).encode()
-    return Exchange("/v1/chat/completions", request, json.dumps(answer).encode(), time=1.0)
-
-
-def record(exchange: Exchange) -> RecordedConversation | None:
-    return parse_exchange(exchange, KindRegistry(4), lambda response: DraftedRounds((), ()))
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_or_a_request_names_no_argument_of_the_renderer(
-    name: str, tmp_path: Path, tiny: Target
-) -> None:
+def test_a_row_names_no_argument_of_the_renderer(name: str, tmp_path: Path, tiny: Target) -> None:
     row = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": True, name: "x"}}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps(row) + "\n")
-    recorded = RecordedConversation("a", 0.0, row, "Hello")
     readers: list[tuple[str, Callable[[], object]]] = [
         ("rows.jsonl:7", lambda: parse_conversation(row, "rows.jsonl:7")),
         (r".*rows\.jsonl, line 2", lambda: read_prompts(str(path), None, None)),
-        ("recorded request", lambda: tokenize_conversation(recorded, tiny)),
         ("template_kwargs", lambda: ChatTemplate(tiny.tokenizer, row["chat_template_kwargs"])),
         ("template_kwargs", lambda: tiny.template.with_arguments(row["chat_template_kwargs"])),
         ("data", lambda: tiny.template.render(MESSAGES, arguments=row["chat_template_kwargs"])),
@@ -146,7 +127,6 @@ def test_a_row_or_a_request_names_no_argument_of_the_renderer(
             match=rf"^{location}: chat_template_kwargs\.{name} is an argument of the renderer",
         ):
             read()
-    assert record(exchange_of(chat_template_kwargs=row["chat_template_kwargs"])) is None
 
 
 def test_variables_of_a_template_stay_allowed() -> None:
@@ -156,9 +136,6 @@ def test_variables_of_a_template_stay_allowed() -> None:
         and check_template_arguments(None, "x") == {}
     )
     assert set(NAMES) <= reserved_names() and not reserved_names() & arguments.keys()
-    recorded = record(exchange_of(chat_template_kwargs=arguments))
-    assert recorded is not None and recorded.request["chat_template_kwargs"] == arguments
-    assert record(exchange_of(chat_template="x")) is None
 
 
 @pytest.mark.parametrize("name", HOSTILE)

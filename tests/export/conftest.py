@@ -1,5 +1,5 @@
-"""A stand-in for optimum-intel, which tests/engines runs: without it no test could write
-OpenVINO's layouts.
+"""A stand-in for optimum-intel, which the tests of packages/serve/tests/engines run: without it no
+test could write OpenVINO's layouts.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """What tests of started engines share: the interpreter of the fake engine, and free ports."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,8 +29,3 @@ def becomes_true(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-
-
-def package_path() -> dict[str, str]:
-    """Return an environment in which a process of its own imports this package."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,28 +1,20 @@
-"""llama.cpp's server: the command that starts it, and the rounds in the stream of an answer, by
-a stand-in.
-"""
+"""llama.cpp's server: the rounds in the stream of an answer, by a stand-in."""
 
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spectrain.data.messages import Conversation
-from spectrain.errors import UserError
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
-from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
+from spectrain.servers.commands import LOOKUP, DrafterLaunch
 from spectrain.servers.errors import ServerError
 from spectrain.servers.llamacpp import LlamaCppServer, parse_rounds, parse_steps
 from spectrain.servers.llamacpp_command import (
-    INSTALLED,
     LlamaCppSettings,
     drafting_options,
-    find_program,
-    serve_llamacpp,
-    start_llamacpp,
 )
 
 from .stand_in import Reply, StandIn
@@ -187,65 +179,7 @@ def test_the_lookup_drafts_so_many_tokens_or_none() -> None:
     options = drafting_options(DrafterLaunch(LOOKUP, None, 3))
     assert options["--spec-type"] == "ngram-mod" and "-md" not in options
     assert options["--spec-ngram-mod-n-min"] == options["--spec-ngram-mod-n-max"] == 3
-    launch = EngineLaunch("T", "tiny", "float32", DrafterLaunch(LOOKUP, None, 3))
-    words = start_llamacpp(launch, LlamaCppSettings(threads=1), "x").arguments
-    assert not {"-td", "-ctkd"} & {*words} and {"-t", "-ctk"} <= {*words}
-
-
-def test_the_version_is_what_the_program_prints(tmp_path: Path) -> None:
-    program = tmp_path / "llama-server"
-    program.write_text("#!/bin/sh\necho 'version: 0.5.0 (build 1)' >&2\n")
-    program.chmod(0o755)
-    assert (
-        LlamaCppServer(LlamaCppSettings(program=str(program))).read_version() == "0.5.0 (build 1)"
-    )
-    assert LlamaCppServer(LlamaCppSettings(program=str(tmp_path / "none"))).read_version() is None
 
 
 def test_nothing_drafted_is_no_round() -> None:
     assert parse_rounds([{}, {"draft_n": 0}]) is None
-
-
-def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, method and number; float32 weights have float32 caches; the context of all slots
-    together is given.
-    """
-    drafter = DrafterLaunch("draft-eagle3", "D", 3)
-    launch = EngineLaunch("T", "tiny", "float32", drafter)
-    user = (
-        "llama-server -m T/target.gguf -md D/drafter.gguf --spec-type draft-eagle3 "
-        "--spec-draft-n-max 3"
-    )
-    assert serve_llamacpp(launch).format_shell() == user
-    settings = LlamaCppSettings(
-        max_length=512, slots=2, threads=1, draft_tokens=2, program="x", arguments=["--no-warmup"]
-    )
-    words = LlamaCppServer(settings).make_command(launch).format_shell()
-    assert (
-        "-np 2 -c 1024 -t 1" in words
-        and "--spec-draft-n-max 2" in words
-        and words.endswith("-td 1 --no-warmup")
-    )
-    assert all(f"{cache} f32" in words for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd"))
-    plain = start_llamacpp(
-        EngineLaunch("T.gguf", "tiny", "bfloat16"), LlamaCppSettings(), "x"
-    ).format_shell()
-    assert "-ctk" not in plain and "-md" not in plain and "-m T.gguf" in plain
-    with pytest.raises(UserError, match=r"server\.slots=0: use 1 or more"):
-        LlamaCppSettings(slots=0)
-
-
-def test_where_the_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What make llama-cpp installed here comes before the PATH; without either, one sentence
-    says what to do.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("spectrain.servers.llamacpp_command.INSTALLED", Path("missing"))
-    with pytest.raises(UserError, match="run make llama-cpp in the folder of this project"):
-        LlamaCppServer(LlamaCppSettings()).check_installed()
-    monkeypatch.setattr("spectrain.servers.llamacpp_command.INSTALLED", INSTALLED)
-    (tmp_path / INSTALLED).parent.mkdir()
-    (tmp_path / INSTALLED).touch()
-    assert find_program(None) == str(tmp_path / INSTALLED)
-    assert find_program(str(tmp_path / "nothing")) is None

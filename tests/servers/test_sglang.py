@@ -1,11 +1,10 @@
 """SGLang's interface as its source documents it, replayed by a stand-in: answers, states,
-counts, streams and its command.
+counts and streams.
 """
 
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters
-from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.errors import ServerError
 from spectrain.servers.settings import EngineSettings
 from spectrain.servers.sglang import SglangServer, parse_counters, parse_states
-from tests.servers.engines import fake_python
 from tests.servers.stand_in import ModelStandIn, Reply
 
 LAYERS = (2, 4, 7)
@@ -297,32 +294,3 @@ def test_errors_of_the_server(stand_in: SglangStandIn) -> None:
     stand_in.misbehave = lambda body, number: (200, {"text": "no ids"}, {})
     with pytest.raises(ServerError, match="malformed"):
         complete(stand_in, CompletionRequest(PROMPT, 2))
-
-
-def test_command_of_a_started_server(tmp_path: Path) -> None:
-    """Captured layers are SGLang's numbers, ours less one, and nothing is drafted; settings win
-    over the launch.
-    """
-    settings = EngineSettings(
-        python=fake_python(tmp_path), port=9, max_length=512, arguments=["--tp", "2"]
-    )
-    server = SglangServer(settings)
-    launch = EngineLaunch("TARGET", "name", "bfloat16", capture_layers=LAYERS)
-    assert server.make_command(launch).format_shell() == (
-        f"{settings.python} -m sglang.launch_server --model-path TARGET --served-model-name name "
-        "--host 127.0.0.1 --port 9 --dtype bfloat16 --context-length 512 --speculative-algorithm "
-        "EAGLE3 --enable-return-aux-hidden-states --return-aux-hidden-state-layer-ids 1 3 6 "
-        "--disable-radix-cache --tp 2"
-    )
-    other = server.make_command(EngineLaunch("TARGET", capture_layers=(3, 8))).format_shell()
-    assert (
-        "--speculative-algorithm DFLASH" in other
-        and "--return-aux-hidden-state-layer-ids 2 7 " in other
-    )
-    drafter = EngineLaunch("TARGET", "name", drafter=DrafterLaunch("EAGLE3", "D", 3))
-    settings.draft_tokens = 5
-    assert "--speculative-num-steps 5" in server.make_command(drafter).format_shell()
-    with pytest.raises(UserError, match="embeddings, which are layer 0"):
-        server.make_command(EngineLaunch("TARGET", capture_layers=(0, 3)))
-    with pytest.raises(UserError, match="SGLang is not installed there"):
-        SglangServer(EngineSettings()).check_installed()

@@ -15,7 +15,6 @@ from spectrain.errors import UserError
 from spectrain.models import bundled
 from spectrain.models.checkpoint_files import CheckpointFiles
 from spectrain.runs.tracking import Wandb
-from spectrain.servers.row_times import load_times
 
 
 def empty(path: Path) -> None:
@@ -119,17 +118,6 @@ def test_a_converted_model_is_made_again(
     bundled.is_intact.cache_clear()
     assert not bundled.is_intact(folder)
     bundled.is_intact.cache_clear()
-
-
-@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
-def test_measured_times_are_left_out_aloud(
-    tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "times.json"
-    path.write_text('{"engine": "llamacpp"}')
-    damage(path)
-    assert load_times(path) is None
-    assert "times.json: it holds no measurement that this version reads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [*TEXT, write_no_keys])

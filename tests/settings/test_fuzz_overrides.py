@@ -102,7 +102,7 @@ def draw_words(command: str, draw: random.Random, settings: list[str]) -> list[s
 
 def read_and_build(config: Any) -> None:
     """Read the settings of a run, and construct the groups that need nothing else."""
-    spec, _ = command_line.read_run(config)
+    spec, _ = command_line.read_command_run(config)
     check_built(spec)
 
 
@@ -111,9 +111,8 @@ def read_and_build_eval(config: Any) -> None:
 
     if "server" in config or config.serve:
         from spectrain.config.resolve import resolve
-        from spectrain.eval.serving.command import refuse_inapplicable
 
-        refuse_inapplicable(resolve(config, [*config]))
+        resolve(config, [*config])
         return
     spec, _ = resolve_eval_spec(config)
     check_built(spec)

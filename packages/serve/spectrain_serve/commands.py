@@ -1,0 +1,50 @@
+"""The commands of this package, which the core's command line finds. What a command does is
+imported when it is called.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.commands import (
+    InstalledCommands,
+    command_words,
+    read_command,
+    read_command_run,
+)
+
+
+def serve(config: Any) -> None:
+    from .engines.serve import serve_command
+
+    spec, settings = read_command_run(config, "capture", "print_only", "out")
+    serve_command(spec, **settings)
+
+
+def follow(config: Any) -> None:
+    from .follow.command import follow_command
+
+    follow_command(config, command_words())
+
+
+def follow_status(config: Any) -> None:
+    from .follow.command import status_command
+
+    status_command(**read_command(config, ("run", "rollback")))
+
+
+def bench_engine(config: Any) -> None:
+    from .times.bench import bench_engine
+
+    spec, settings = read_command_run(config, "bench", "out")
+    bench_engine(spec, **settings)
+
+
+COMMANDS = InstalledCommands(
+    Path(__file__).with_name("help.yaml"),
+    {
+        "serve": serve,
+        "follow": follow,
+        "follow status": follow_status,
+        "bench engine": bench_engine,
+    },
+)

@@ -1,0 +1,1 @@
+"""Starting engines, and what a started engine is told while it runs."""

@@ -1,0 +1,1 @@
+"""The times of engines: measuring them, and what drafting can gain by them."""

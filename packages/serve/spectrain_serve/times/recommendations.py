@@ -1,0 +1,41 @@
+"""What the drafters of a comparison can gain in the engines that `spectrain bench engine` has
+measured on this machine.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spectrain.eval.comparison import ScoredRun
+from spectrain.export.card import chain_rates
+from spectrain.servers.engines import ENGINES
+
+from .row_times import EngineTimes, advise_engine, find_times, predict_speedups
+
+
+def advise_engines(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
+    """Return a recommendation for each measurement of the target; [] if there are none."""
+    return [advise_drafter(times, runs) for times in find_times(runs[0].target)]
+
+
+def advise_drafter(times: EngineTimes, runs: Sequence[ScoredRun]) -> dict[str, str]:
+    """Return the drafter whose chain gains most in an engine, or none if none is faster than
+    decoding without one.
+    """
+    ratios = times.ratios(times.lengths[0])
+    speedups: dict[str, tuple[float, Sequence[float], dict[int, float] | None]] = {}
+    for run in runs:
+        by_position = chain_rates(run.summary)
+        own_ratios = times.own_ratios(find_run(run.folder))
+        if predicted := predict_speedups(own_ratios or ratios, by_position):
+            speedups[run.name] = (max(predicted.values()), by_position, own_ratios)
+    goal = f"in {ENGINES[times.engine].title}"
+    if not speedups:
+        return {"goal": goal, "choice": "unknown", "because": advise_engine(times)}
+    name, (speedup, rates, own) = max(speedups.items(), key=lambda item: item[1][0])
+    text = advise_engine(times, rates, own, f"the measured acceptance of {name}'s chain")
+    return {"goal": goal, "choice": name if speedup > 1 else "no drafter", "because": text}
+
+
+def find_run(folder: Path) -> str:
+    """Return the run folder of an evaluation's folder."""
+    return str(folder.parents[1])

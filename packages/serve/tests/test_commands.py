@@ -1,0 +1,39 @@
+"""The commands of this package, as the core's command line reads them."""
+
+import pytest
+
+from spectrain.cli.help import COMMANDS
+from spectrain.cli.main import COMMAND_TASKS
+from spectrain.cli.overrides import to_settings
+from spectrain_serve.commands import COMMANDS as OWN
+
+
+@pytest.mark.parametrize(
+    "command, words, expected",
+    [
+        ("bench engine", "server=vllm", ["drafter=ngram", "server=vllm"]),
+        (
+            "serve",
+            "target=tiny --print",
+            ["drafter=ngram", "server=vllm", "target=tiny", "print_only=true"],
+        ),
+        ("serve", "run=a server=sglang", ["drafter=ngram", "run=a", "server=sglang"]),
+    ],
+)
+def test_words_that_stand_for_settings(command: str, words: str, expected: list[str]) -> None:
+    """Flags and implied settings become settings."""
+    assert to_settings(command, words.split()) == expected
+
+
+def test_commands_stand_where_a_project_needs_them() -> None:
+    names = [*COMMANDS]
+    assert {*OWN.tasks} <= COMMAND_TASKS.keys()
+    start = names.index("data verify")
+    assert names[start : start + 5] == [
+        "data verify",
+        "serve",
+        "follow",
+        "follow status",
+        "bench decode",
+    ]
+    assert names[names.index("bench decode") + 1] == "bench engine"

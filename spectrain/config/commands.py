@@ -1,0 +1,107 @@
+"""Commands of the command line: what a command is, those that installed packages add, and how a
+command reads its settings from the configuration that hydra composes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .choices import load_yaml
+from .installed import load_entry_points
+
+if TYPE_CHECKING:
+    from .spec import RunSpec
+
+Task = Callable[[Any], Any]
+"""What a command does, with its configuration or, where it has none, with its words."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its purpose in one line, examples with explanations, where its results go, and
+    its configuration in conf/.
+    """
+
+    about: str
+    examples: dict[str, str]
+    results: str
+    # The configuration in conf/; None passes the words unchanged.
+    config: str | None = None
+    flags: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    # Flag -> a setting, or the key whose value follows it.
+    stands: dict[str, str] = field(default_factory=dict)
+    # Keys of positional words.
+    places: list[str] = field(default_factory=list)
+    # The key of the drafter that the command reads unless drafter=CHOICE is given.
+    drafter: str | None = None
+    # Setting that is implied -> groups, any of which replaces it.
+    implied: dict[str, list[str]] = field(default_factory=dict)
+    # The command after which lists show a command of an installed package.
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class InstalledCommands:
+    """The commands of an installed package. Its entry point is in `spectrain.commands`."""
+
+    # The yaml with what `--help` prints, in the form of the core's cli/help.yaml.
+    help: Path
+    tasks: Mapping[str, Task]
+
+
+def add_installed_commands(commands: Mapping[str, Command]) -> dict[str, Command]:
+    """Return commands by name with those of installed packages, each after the one that it
+    names.
+    """
+    result = dict(commands)
+    for installed in load_entry_points("commands"):
+        for name, entry in load_yaml(installed.help)["commands"].items():
+            command = Command(**entry)
+            names = [*result]
+            at = names.index(command.after) + 1 if command.after in result else len(names)
+            shown = [*result.items()]
+            result = dict([*shown[:at], (name, command), *shown[at:]])
+    return result
+
+
+def add_installed_tasks(tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """Return tasks by command with those of installed packages."""
+    return dict(tasks) | {
+        name: task
+        for installed in load_entry_points("commands")
+        for name, task in installed.tasks.items()
+    }
+
+
+# Settings of a command. What composes a configuration is imported here alone, because help and
+# completion do without.
+
+
+def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the checked settings of a command by key."""
+    from .resolve import resolve
+
+    return resolve(config, keys)
+
+
+def read_command_run(config: Any, *keys: str) -> tuple[RunSpec, dict[str, Any]]:
+    """Return the checked settings of a run, with its recipe's name and the command's own words,
+    and those of more keys.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    from .spec import read_run
+
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    return read_run(config, keys, command_words(), recipe)
+
+
+def command_words() -> list[str]:
+    """Return the words of the command that hydra runs."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [*HydraConfig.get().overrides.task]
