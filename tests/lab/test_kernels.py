@@ -552,7 +552,7 @@ def test_the_script_goes_on_three_times_and_then_reports(
             ["bash", str(script), *part], capture_output=True, text=True, check=False
         )
         words = [
-            (line.endswith("report") and "report") or line.startswith("benchmarks.")
+            (line.endswith("report") and "report") or line.startswith("lab.benchmarks.")
             for line in calls.read_text().splitlines()
         ]
         assert ran.returncode == 1 and words == [True, True, True, "report"], ran.stderr

@@ -329,5 +329,5 @@ def test_the_page_holds_what_was_measured() -> None:
     """Its table is the one that `lab.benchmarks.report` prints of the committed results, goals
     without data included.
     """
-    text = (Path(__file__).parents[2] / "docs" / "results" / "gpu-goals.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "results" / "speed.md").read_text()
     assert render_goals(GOALS_PATH.parent) in text

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.models.test_template_limits import MESSAGES, NAMES
+from tests.data.test_template_limits import MESSAGES, NAMES
 
 from spectrain.errors import UserError
 from spectrain.models.target import Target

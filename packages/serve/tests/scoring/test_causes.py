@@ -120,6 +120,6 @@ def test_faults_are_named(fault: str, checkpoint: DrafterCheckpoint, tiny: Targe
 
 def test_a_drafter_without_layers_has_few_causes(tiny: Target, tmp_path: Path) -> None:
     """Only number types are tested where no layout is known."""
-    checkpoint = DrafterCheckpoint({"_target_": "spectrain.drafters.ngram.Ngram"}, {})
+    checkpoint = DrafterCheckpoint("ngram", {}, {})
     finder = CauseFinder(checkpoint, TINY, tiny, GroupSpec.from_node("target", TINY.settings))
     assert {cause.name for cause in finder.list_causes(5)} == {"dtype"}
