@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
-from spectrain.models.bundled import cache_directory
+from spectrain.models.published import cache_directory
 from spectrain.trees import Eagle2
 from spectrain.trees.base import TreeBuilder
 
