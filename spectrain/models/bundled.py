@@ -179,8 +179,10 @@ def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
     """Write the configuration of a GGUF file, and its tokenizer, in transformers format; no
     weight is read.
     """
-    with lend_header(read_gguf_header(gguf)):
+    header = read_gguf_header(gguf)
+    with lend_header(header.without_vocabulary()):
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with lend_header(header):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config._name_or_path = name

@@ -5,6 +5,8 @@ before anything is looped over or allocated, so that a file of a few bytes canno
 busy or fill its memory.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import struct
@@ -45,6 +47,10 @@ TENSOR_BYTES = 8 + 4 + 4 + 8
 
 # What the data of the tensors is aligned to in a file that does not say it.
 ALIGNMENT = 32
+
+TOKENS_KEY = "tokenizer.ggml.tokens"
+# Settings that layers have one each of are shorter, vocabularies longer.
+MAX_SETTING_VALUES = 4096
 
 
 class MalformedHeader(ValueError):
@@ -90,6 +96,18 @@ class GgufHeader:
     def read_text(self, key: str) -> str:
         """Return the text of a key; raise KeyError where there is none."""
         return str(self.fields[key].parts[0], "utf-8")
+
+    def without_vocabulary(self) -> GgufHeader:
+        """Return the header with empty texts for tokens and without the other long arrays, none of
+        which a configuration reads.
+        """
+        fields = {
+            key: replace(entry, parts=[b""] * len(entry.parts) if key == TOKENS_KEY else [])
+            if len(entry.parts) > MAX_SETTING_VALUES
+            else entry
+            for key, entry in self.fields.items()
+        }
+        return replace(self, fields=fields)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
