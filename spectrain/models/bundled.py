@@ -240,8 +240,7 @@ def load_by_transformers(header: GgufHeader, dtype: torch.dtype, key: str) -> An
     # Older versions of transformers have no such class and always dequantize.
     except ImportError:
         pass
-    with lend_header(header):
-        model = load_pretrained(AutoModelForCausalLM, header.path.parent, key, **options)
+    model = load_pretrained(AutoModelForCausalLM, header.path.parent, key, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model

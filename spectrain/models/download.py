@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from spectrain.errors import RunError, UserError
 from spectrain.files import lock_file, require_writable, write_text
-from spectrain.output.byte_progress import ByteProgress
+from spectrain.output.count_progress import CountProgress
 
 from .published import COMMAND, MODELS, PublishedModel
 
@@ -71,7 +71,7 @@ def _join_parts(model: PublishedModel, fetch: FetchPart) -> None:
     num_parts, num_bytes = _read_state(joined, state)
     check_disk(model.path.parent, model.num_bytes - num_bytes + PART_BYTES)
     with (
-        ByteProgress(model.file_name, model.num_bytes, num_bytes) as progress,
+        CountProgress(model.file_name, model.num_bytes, num_bytes) as progress,
         joined.open("ab") as file,
     ):
         # What is behind the last complete part was being written when the attempt ended.

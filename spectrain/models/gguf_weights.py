@@ -30,7 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from spectrain.errors import UserError
-from spectrain.output.byte_progress import ByteProgress
+from spectrain.output.count_progress import CountProgress
 
 from .gguf_blocks import dequantize
 from .gguf_header import GgufHeader, StoredTensor
@@ -166,7 +166,7 @@ def iterate_weights(
 
     with (
         header.path.open("rb") as file,
-        ByteProgress(f"reading {header.path.name}", total) as progress,
+        CountProgress(f"reading {header.path.name}", total) as progress,
     ):
 
         def read(named: tuple[str, TensorPart]) -> WeightPiece:

@@ -32,6 +32,7 @@ from .bundled import (
     TINY_DIRECTORY,
     convert_gguf,
     convert_smollm2,
+    converted_directory,
     load_tiny_tokenizer,
 )
 from .check import check_exact, check_vision
@@ -76,8 +77,10 @@ def prepare_gguf(gguf: Path, device: str, dtype: str, with_weights: bool) -> Pat
         return settings
     with explain_load_failure(str(gguf)):
         weight_dtype = resolve_dtype(device, AutoConfig.from_pretrained(settings), dtype)
+    stored = converted_directory(gguf, weight_dtype) / "model.safetensors"
+    size = stored.stat().st_size if stored.exists() else count_values(gguf) * weight_dtype.itemsize
     if device == "cpu":
-        check_memory(str(gguf), count_values(gguf) * weight_dtype.itemsize)
+        check_memory(str(gguf), size)
     return convert_gguf(gguf, weight_dtype)
 
 
