@@ -14,7 +14,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines llama-cpp openvino lint docs clean
+.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines models test-models llama-cpp openvino lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,13 @@ ENGINES_DRAFTERS := eagle3 medusa1 gkd tiny-dflash tiny-peagle tiny-eagle3 tiny-
 # vLLM's environment runs all tests; llama.cpp and OpenVINO are started by their own programs. With the variable, a skip fails.
 test-engines: $(ENGINES)/installed .llama-cpp/llama-server $(OPENVINO)/installed $(ENGINES_DRAFTERS:%=$(ENGINES_RUNS)/engines-%/drafter/config.json)  ## vLLM, llama.cpp and OpenVINO on a CPU serve what we export
 	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q -m "slow or not slow" packages/serve/tests/engines
+
+models: install  ## download Qwen2.5-Coder 1.5B and 0.5B, 1.6 GB, below the cache: a minute
+	$(BIN)/python -m spectrain.models.download
+
+# With the variable, a skip fails.
+test-models: models  ## run the tests that need what make models downloads: ten minutes, and 6 GB of the cache
+	SPECTRAIN_TEST_MODELS=1 $(BIN)/python -m pytest -q -m models tests
 
 llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from spectrain.config.choices import choice_files, conf_folders, load_schema, settings_by_group
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import FORMATS
+from spectrain.models.published import MODELS
 
 from .help import COMMANDS, command_keys
 
@@ -81,7 +82,10 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
     if previous == "--to":
         return [layout + WORD_END for layout in FORMATS]
     if previous == "--target":
-        return [*(target + WORD_END for target in ("tiny", "smollm2")), *path_words("", word)]
+        return [
+            *(target + WORD_END for target in ("tiny", "smollm2", *MODELS)),
+            *path_words("", word),
+        ]
     return (
         path_words("", word)
         if name in ("convert", "lint") or (name == "compare" and "/" in word and "=" not in word)

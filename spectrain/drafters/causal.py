@@ -59,8 +59,8 @@ class Causal(Drafter):
         # Number of the target's layers to copy, evenly spaced with the first and the last; null
         # when model or architecture gives the drafter.
         num_layers: int | None = None,
-        # Directory or hub name of a small causal model to start from; null when num_layers or
-        # architecture gives the drafter.
+        # Directory, .gguf file or hub name of a small causal model to start from, or the name of
+        # one that make models downloads; null when num_layers or architecture gives the drafter.
         model: str | None = None,
         # Transformers configuration of a new, random model; null when num_layers or model gives the
         # drafter.

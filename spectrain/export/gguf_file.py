@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError, first_line
-from spectrain.models.gguf_header import check_gguf_header
+from spectrain.models.gguf_header import read_gguf_header
 
 TensorType = gguf.GGMLQuantizationType
 ValueType = gguf.GGUFValueType
@@ -153,7 +153,7 @@ def find_gguf(directory: Path) -> Path:
 
 def open_gguf(path: Path) -> Any:
     """Open a file for reading; raise UserError where it is no GGUF file or is cut off."""
-    check_gguf_header(path)
+    read_gguf_header(path)
     try:
         return gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError, TypeError, struct.error) as error:

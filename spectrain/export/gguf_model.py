@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spectrain.errors import UserError, first_line
 from spectrain.files import make_folder_once
-from spectrain.models.bundled import cache_directory
 from spectrain.models.checked_tensors import open_tensors
+from spectrain.models.published import cache_directory
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 

@@ -17,7 +17,6 @@ from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
 from spectrain.models.bundled import (
     SMOLLM2_NAME,
-    cache_directory,
     convert_gguf,
     convert_smollm2,
     converted_directory,
@@ -25,7 +24,9 @@ from spectrain.models.bundled import (
 )
 from spectrain.models.checked_tensors import open_tensors
 from spectrain.models.load_errors import explain_load_error
+from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.model_sizes import check_model_directory
+from spectrain.models.published import MODELS, cache_directory, locate_model
 from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
@@ -51,7 +52,8 @@ class TargetFiles:
         self.spec = GroupSpec("target", reference)
         if reference not in BUNDLED_TARGETS:
             path = Path(reference).expanduser()
-            model = str(path.resolve()) if path.exists() else reference
+            is_path = reference not in MODELS and path.exists()
+            model = str(path.resolve()) if is_path else reference
             self.spec = GroupSpec("target", "hf", {"model": model})
 
     @staticmethod
@@ -85,9 +87,10 @@ class TargetFiles:
             return Path(__file__).parent.parent / "data" / "tiny"
         if self.reference == "smollm2":
             return convert_smollm2(self.with_weights)
+        gguf = self.gguf_file
+        if gguf is not None:
+            return convert_gguf(gguf, self.weight_dtype if self.with_weights else None)
         path = Path(self.reference).expanduser()
-        if path.suffix == ".gguf":
-            return convert_gguf(path, self.with_weights)
         if path.is_dir():
             return path.resolve()
         if path.is_absolute() or self.reference.startswith("."):
@@ -133,10 +136,19 @@ class TargetFiles:
     @property
     def gguf_file(self) -> Path | None:
         """The GGUF file from which the target was made; None for a target that was not."""
-        path = Path(self.reference).expanduser()
-        if path.suffix == ".gguf":
-            return path.resolve()
-        return find_smollm2() if self.reference == "smollm2" else None
+        if self.reference == "smollm2":
+            return find_smollm2()
+        path = Path(locate_model(self.reference, "target.model")).expanduser()
+        return path.resolve() if path.suffix == ".gguf" else None
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The type in which the weights of a GGUF file are converted: that of the target."""
+        gguf = self.gguf_file
+        assert gguf is not None
+        config = AutoConfig.from_pretrained(convert_gguf(gguf, None))
+        device = resolve_device(str(self.settings.get("device") or "auto"))
+        return resolve_dtype(device, config, str(self.settings.get("dtype") or "auto"))
 
     @property
     def converted_directory(self) -> Path | None:
@@ -146,7 +158,7 @@ class TargetFiles:
         gguf = self.gguf_file
         if self.reference == "smollm2":
             return cache_directory() / SMOLLM2_NAME
-        return None if gguf is None else converted_directory(gguf)
+        return None if gguf is None else converted_directory(gguf, self.weight_dtype)
 
     @property
     def name(self) -> str:
@@ -221,7 +233,11 @@ class TargetFiles:
     @property
     def is_local(self) -> bool:
         """Whether reading its configuration needs no download."""
-        return self.reference in BUNDLED_TARGETS or Path(self.reference).expanduser().exists()
+        return (
+            self.reference in BUNDLED_TARGETS
+            or self.reference in MODELS
+            or Path(self.reference).expanduser().exists()
+        )
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""

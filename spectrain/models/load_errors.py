@@ -15,8 +15,8 @@ from .rope import RopeError, read_rope
 
 
 @contextmanager
-def explain_load_failure(model: str) -> Iterator[None]:
-    """Turn an error of loading into a UserError that names the model and the cause."""
+def explain_load_failure(model: str, key: str = "target.model") -> Iterator[None]:
+    """Turn an error of loading into a UserError that names the model by a key, and the cause."""
     try:
         yield
     except (UserError, RunError):
@@ -25,8 +25,7 @@ def explain_load_failure(model: str) -> Iterator[None]:
     except Exception as error:
         reason = explain_load_error(model, error)
         raise UserError(
-            f"target.model={model}: it could not be loaded ({reason}); check the name or the "
-            "directory"
+            f"{key}={model}: it could not be loaded ({reason}); check the name or the directory"
         ) from error
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from spectrain.data.template_limits import TemplateLimitError
 from spectrain.errors import UserError, first_line
 from spectrain.files import read_text
+from spectrain.output.memory import available_memory
 
 from .architectures.masked import MASKED
 from .architectures.quantized import (
@@ -32,14 +33,17 @@ from .bundled import (
     TINY_DIRECTORY,
     convert_gguf,
     convert_smollm2,
+    converted_directory,
     load_tiny_tokenizer,
 )
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
+from .gguf_header import count_values
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
 from .model_sizes import check_model_directory
+from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
 
@@ -62,6 +66,32 @@ def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
         raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
     value: torch.dtype = getattr(torch, dtype)
     return value
+
+
+def prepare_gguf(gguf: Path, device: str, dtype: str, with_weights: bool) -> Path:
+    """Return the directory of a GGUF model in transformers format, with its weights in the type
+    that `dtype` names; the first call writes it.
+    """
+    settings = convert_gguf(gguf, None)
+    if not with_weights:
+        return settings
+    with explain_load_failure(str(gguf)):
+        weight_dtype = resolve_dtype(device, AutoConfig.from_pretrained(settings), dtype)
+    stored = converted_directory(gguf, weight_dtype) / "model.safetensors"
+    size = stored.stat().st_size if stored.exists() else count_values(gguf) * weight_dtype.itemsize
+    if device == "cpu":
+        check_memory(str(gguf), size)
+    return convert_gguf(gguf, weight_dtype)
+
+
+def check_memory(model: str, num_bytes: int) -> None:
+    """Raise UserError where less memory is free than the weights of a model take."""
+    free = available_memory()
+    if free is not None and free < num_bytes:
+        raise UserError(
+            f"target.model={model}: its weights take {num_bytes / 1e9:.1f} GB of memory and "
+            f"{free / 1e9:.1f} GB are free; close other programs, or use a smaller model"
+        )
 
 
 def _has_large_layers(config: Any) -> bool:
@@ -114,7 +144,8 @@ def build_meta_network(
 
 
 def load_hf(
-    # Name of the model on the hub, its directory in transformers format, or a .gguf file.
+    # Name of the model on the hub, its directory in transformers format, a .gguf file, or the name
+    # of a model that make models downloads.
     model: str,
     # Name of the target in reports; null takes the name of the directory, or the name on the hub.
     name: str | None = None,
@@ -144,20 +175,21 @@ def load_hf(
     # features needs no more.
     parts: Parts = "all",
 ) -> Target:
-    """Load a target from the hub or from a local directory in transformers format.
+    """Load a target from the hub, from a local directory in transformers format, or from a GGUF
+    file, which may have a name here.
 
     With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there
     is one; of a GGUF file, its keys. A checkpoint that is already quantized stays as it is.
     """
-    path = Path(model).expanduser()
     reads_weights = network is load_network
-    if path.suffix == ".gguf":
-        path = convert_gguf(path, with_weights=reads_weights)
-        model, name = str(path), name or Path(model).stem
     device = resolve_device(device)
-    check_path(model, path, reads_weights)
     if reads_weights:
         check_device(device)
+    path = Path(locate_model(model, "target.model")).expanduser()
+    if path.suffix == ".gguf":
+        name = name or (model if model in MODELS else path.stem)
+        model = str(path := prepare_gguf(path, device, dtype, reads_weights))
+    check_path(model, path, reads_weights)
     if parts == "head":
         check_head_settings(sharding, quantization)
         network = build_empty_network if reads_weights else network

@@ -72,7 +72,7 @@ def describe_fault(info: Mapping[str, Any]) -> str | None:
     transformers; None where all were.
     """
     if info["missing_keys"]:
-        return _describe_missing(info["missing_keys"])
+        return describe_missing(info["missing_keys"])
     if info["mismatched_keys"]:
         name, stored, expected = min(info["mismatched_keys"])
         others = _count_others(info["mismatched_keys"], "have other shapes too")
@@ -97,10 +97,11 @@ def describe_reported_fault(reports: Collection[logging.LogRecord]) -> str | Non
             f"{converted[0]} cannot be made of the weights in its files, of which some are "
             f"missing or do not fit{others}"
         )
-    return _describe_missing([row["weight"] for row in rows])
+    return describe_missing([row["weight"] for row in rows])
 
 
-def _describe_missing(names: Collection[str]) -> str:
+def describe_missing(names: Collection[str]) -> str:
+    """Describe the first of the weights that a model's files lack."""
     others = _count_others(names, "are missing too")
     return (
         f"{min(names)} is not among its weights{others}, and transformers would fill it with "

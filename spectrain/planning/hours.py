@@ -13,10 +13,10 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import InitialFit
 from spectrain.errors import UserError
+from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
-from spectrain.models.bundled import converted_directory
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.runs.drafters import init_drafter
@@ -108,10 +108,8 @@ def has_weights_here(spec: RunSpec) -> bool:
     model = spec.target.get("model")
     if model is None:
         return True
-    path = Path(model).expanduser()
-    return any(
-        (converted_directory(path) if path.suffix == ".gguf" else path).glob("*.safetensors")
-    )
+    converted = TargetFiles.from_settings(spec.target.node, with_weights=False).converted_directory
+    return any((converted or Path(model).expanduser()).glob("*.safetensors"))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from spectrain.export.launches import describe_launches
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.files import require_writable, write_text
+from spectrain.models.bundled import type_name
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.servers.advice import list_engine_advice
@@ -280,10 +281,11 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     converted = files.converted_directory
     if converted is None or (converted / "config.json").exists():
         return []
-    size = 4 * count_parameters(models)["target"]
+    dtype = files.weight_dtype
+    size = dtype.itemsize * count_parameters(models)["target"]
     return [
-        f"the first command that loads {files.gguf_file} writes its weights in float32, "
-        f"{format_bytes(size)}, to {converted}"
+        f"the first command that loads {files.gguf_file} writes its weights in "
+        f"{type_name(dtype)}, {format_bytes(size)}, to {converted}"
     ]
 
 

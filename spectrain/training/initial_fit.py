@@ -12,6 +12,7 @@ from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
+from spectrain.output.count_progress import CountProgress
 
 from .budget import Budget
 from .parallel import ParallelStrategy
@@ -105,8 +106,13 @@ def choose_batches(stream: BatchStream, num_tokens: int, max_batches: float) -> 
             break
         chosen.append(ChosenBatch(examples, stream.merge_states([stream.state_dict()])))
         texts.update(example.content_hash for example in examples)
-        num_tokens -= sum(len(example.tokens) for example in examples)
+        num_tokens -= count_tokens(examples)
     return chosen
+
+
+def count_tokens(examples: list[Example]) -> int:
+    """Return the number of tokens of texts, without padding."""
+    return sum(len(example.tokens) for example in examples)
 
 
 def read_features(
@@ -122,13 +128,16 @@ def read_features(
     batches: list[Batch] = []
     num_requested = num_tokens = 0
     position = None
-    for number, (examples, behind) in enumerate(chosen):
-        if budget.has_spent(FIT_SHARE, parallel):
-            break
-        for coming in chosen[num_requested : number + 1 + source.num_ahead]:
-            source.request_ahead(coming.examples)
-            num_requested += 1
-        batches.append(source.make_batch(make_request(examples)).to("cpu"))
-        num_tokens += sum(len(example.tokens) for example in examples)
-        position = behind
+    total = sum(count_tokens(examples) for examples, _ in chosen)
+    with CountProgress("fitting", total, unit="tokens", enabled=parallel.is_main) as progress:
+        for number, (examples, behind) in enumerate(chosen):
+            if budget.has_spent(FIT_SHARE, parallel):
+                break
+            for coming in chosen[num_requested : number + 1 + source.num_ahead]:
+                source.request_ahead(coming.examples)
+                num_requested += 1
+            batches.append(source.make_batch(make_request(examples)).to("cpu"))
+            num_tokens += count_tokens(examples)
+            progress.advance(count_tokens(examples))
+            position = behind
     return FittedBatches(batches, num_tokens, position)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.models.gguf_header import check_gguf_header
+from spectrain.models.gguf_header import read_gguf_header
 
 HUGE = 2**62
 
@@ -82,7 +82,7 @@ MALFORMED: dict[str, bytes] = {
 
 def test_files_that_the_library_writes_pass(tmp_path: Path) -> None:
     write_file(tmp_path / "model.gguf")
-    check_gguf_header(tmp_path / "model.gguf")
+    read_gguf_header(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -92,14 +92,14 @@ def test_malformed_headers_are_refused_in_one_sentence(name: str, tmp_path: Path
     with pytest.raises(
         UserError, match=r"model\.gguf: it cannot be read as a GGUF file .*; copy the file again"
     ):
-        check_gguf_header(path)
+        read_gguf_header(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: None])
 def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "model.gguf")
     with pytest.raises(UserError, match="there is no such file"):
-        check_gguf_header(tmp_path / "model.gguf")
+        read_gguf_header(tmp_path / "model.gguf")
 
 
 def test_every_cut_of_a_file_ends_in_a_sentence(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_every_cut_of_a_file_ends_in_a_sentence(tmp_path: Path) -> None:
     for size in range(0, len(content) - 64, 3):
         cut.write_bytes(content[:size])
         with pytest.raises(UserError):
-            check_gguf_header(cut)
+            read_gguf_header(cut)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spectrain.errors import UserError
-from spectrain.models.bundled import save_gguf
+from spectrain.models.bundled import convert_gguf, converted_directory
 from spectrain.models.checkpoint_files import INDEX_FILE
 from spectrain.models.loading import load_hf
 from spectrain.models.pretrained import load_pretrained
@@ -145,13 +145,16 @@ def test_tied_and_unknown_weights_are_no_fault(
     )
 
 
-def test_a_gguf_file_without_a_tensor_is_not_converted(tmp_path: Path) -> None:
+def test_a_gguf_file_without_a_tensor_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file names another tensor in place of the one of a layer."""
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     path, _ = save_gguf_file(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
-    with pytest.raises(UserError, match=f"^target.model={tmp_path}: {UP} is not among"):
-        save_gguf(path, tmp_path / "converted", "small")
-    assert not (tmp_path / "converted").exists()
+    with pytest.raises(UserError, match=f"^target.model={path}: {UP} is not among"):
+        convert_gguf(path, torch.float32)
+    assert not converted_directory(path, torch.float32).exists()
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

@@ -6,6 +6,7 @@ Shapes: B batch, F frontier nodes, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
+from spectrain.models.bundled import convert_gguf, load_gguf_network
 from spectrain.models.load_errors import explain_load_error
 from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.pretrained import load_pretrained
+from spectrain.models.published import locate_model
 from spectrain.models.target import SmallModelOrigin, Target
 
 # A larger drafter could not pay: it may have this multiple of the target's parameters, plus a
@@ -180,7 +183,14 @@ def load_matching_model(path: str, target: Target) -> nn.Module:
 
 
 def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Load a model in float32 and its tokenizer, from a directory or the hub."""
+    """Load a model in float32 and its tokenizer, from a directory, a GGUF file, which may have a
+    name here, or the hub.
+    """
+    gguf = Path(locate_model(path, "drafter.model")).expanduser()
+    if gguf.suffix == ".gguf":
+        settings = convert_gguf(gguf, None, "drafter.model")
+        network = load_gguf_network(gguf, "drafter.model", torch.float32)
+        return network, AutoTokenizer.from_pretrained(settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         options = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True}

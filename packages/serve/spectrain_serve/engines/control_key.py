@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spectrain.config.plain_files import parse_file
 from spectrain.errors import UserError
-from spectrain.models.bundled import cache_directory
+from spectrain.models.published import cache_directory
 
 VARIABLE = "SPECTRAIN_CONTROL_KEY"
 KEY = re.compile(r"[A-Za-z0-9_.~+/=-]{16,512}")

@@ -25,7 +25,7 @@ from scipy.optimize import brentq
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.models.bundled import cache_directory
+from spectrain.models.published import cache_directory
 from spectrain.models.threads import format_threads
 from spectrain.provenance import processor_name
 from spectrain.servers.engines import ENGINES

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from tests.data.test_template_limits import MESSAGES, NAMES
 
 from spectrain.errors import UserError
 from spectrain.models.target import Target
@@ -13,6 +12,7 @@ from spectrain_serve.follow.examples import tokenize_conversation
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.kinds import KindRegistry
 from spectrain_serve.follow.traffic import RecordedConversation, parse_exchange
+from tests.data.test_template_limits import MESSAGES, NAMES
 
 
 def exchange_of(**fields: Any) -> Exchange:

@@ -1,0 +1,72 @@
+"""The progress through a number of bytes or tokens: a bar on a terminal, and elsewhere a line now
+and then.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Literal
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+
+from .console import make_console
+
+# Seconds between two lines where there is no terminal.
+LINE_SECONDS = 10.0
+
+
+class CountProgress:
+    """Shows on the error stream how many bytes or tokens of a total are done."""
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        completed: int = 0,
+        unit: Literal["bytes", "tokens"] = "bytes",
+        enabled: bool = True,
+    ) -> None:
+        self.title, self.total, self.completed = title, total, completed
+        self.unit, self.enabled = unit, enabled
+        console = make_console(stderr=True)
+        self.is_live = enabled and console.is_terminal
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn() if unit == "bytes" else MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self.is_live,
+        )
+        self.task = self.bar.add_task(title, total=total, completed=completed)
+        self.last_line = time.monotonic()
+
+    def __enter__(self) -> CountProgress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.bar.__exit__(*raised)
+
+    def advance(self, count: int) -> None:
+        """Count more as done."""
+        self.completed += count
+        if self.is_live:
+            self.bar.update(self.task, completed=self.completed)
+        elif self.enabled and time.monotonic() - self.last_line > LINE_SECONDS:
+            self.last_line = time.monotonic()
+            print(f"{self.title}: {self.describe()}", file=sys.stderr, flush=True)
+
+    def describe(self) -> str:
+        """Return how much is done in words."""
+        if self.unit == "bytes":
+            return f"{self.completed / 1e9:.2f} of {self.total / 1e9:.2f} GB"
+        return f"{self.completed} of {self.total} {self.unit}"
