@@ -39,7 +39,6 @@ from .bundled import (
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
-from .gguf_header import count_values
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
 from .model_sizes import check_model_directory
@@ -77,6 +76,9 @@ def prepare_gguf(gguf: Path, device: str, dtype: str, with_weights: bool) -> Pat
         return settings
     with explain_load_failure(str(gguf)):
         weight_dtype = resolve_dtype(device, AutoConfig.from_pretrained(settings), dtype)
+    # Only GGUF files need its library.
+    from .gguf_header import count_values
+
     stored = converted_directory(gguf, weight_dtype) / "model.safetensors"
     size = stored.stat().st_size if stored.exists() else count_values(gguf) * weight_dtype.itemsize
     if device == "cpu":

@@ -12,7 +12,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
-from spectrain.models.bundled import cache_directory
+from spectrain.models.published import cache_directory
 from spectrain.servers.commands import LOOKUP, EngineCommand, EngineLaunch, to_options
 from spectrain.servers.environments import EngineEnvironment
 from spectrain.servers.openvino import OpenVinoServer
