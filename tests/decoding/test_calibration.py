@@ -344,7 +344,7 @@ def test_sampling_rules_are_forecast(
     other rule is compared."""
     forced = run_teacher_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
     rules = forced.rule_forecast
-    assert rules is not None and rules.children == (1 if builder.is_chain else 4)
+    assert rules is not None and rules.children == (1 if builder.traits.is_chain else 4)
     assert rules.matched == pytest.approx(
         [sum(hits[: rules.children]) for hits in forced.hit_rates]
     )

@@ -150,7 +150,12 @@ class Hydra(HeadsDrafter):
             self.cache.add_uncommitted(states.shape[1])
             self.cache.commit(None, context.num_new)
         return Draft(
-            _Path(self, context.last_state(states), context.root, context.builder.drafts_by_level)
+            _Path(
+                self,
+                context.last_state(states),
+                context.root,
+                context.builder.traits.drafts_by_level,
+            )
         )
 
 

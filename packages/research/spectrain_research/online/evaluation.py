@@ -180,7 +180,7 @@ class Online(EvalExtension):
 
     def check(self, candidate: Candidate) -> None:
         drafter = candidate.drafter
-        if self.learn in ("split", "dvi") and not candidate.builder.is_chain:
+        if self.learn in ("split", "dvi") and not candidate.builder.traits.is_chain:
             raise UserError(
                 f"eval.online_learn={self.learn}: it replays chains, and this tree branches; use "
                 "tree=chain"

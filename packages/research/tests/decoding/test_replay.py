@@ -94,9 +94,9 @@ def test_recorder_has_the_properties_of_its_builder(builder: TreeBuilder) -> Non
     looks at numbers.
     """
     recorder = DraftRecorder(builder)
-    for name in TreeBuilder.__annotations__.keys() - {"is_fixed"}:
+    for name in TreeBuilder.__annotations__.keys() - {"traits"}:
         assert getattr(recorder, name) == getattr(builder, name), name
-    assert not recorder.is_fixed
+    assert recorder.traits == replace(builder.traits, is_fixed=False)
     assert recorder.report_settings() == builder.report_settings()
 
 
