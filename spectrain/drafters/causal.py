@@ -17,7 +17,7 @@ from spectrain.drafters.layers.small_models import describe_model, make_small_mo
 from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
+from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
@@ -115,7 +115,7 @@ class Causal(Drafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the divergence at the supervised positions [R], with the losses of the stop
-        head and of a policy if used.
+        head and those of the batch if used.
         """
         assert batch.features is not None
         predicts = batch.next_is_supervised
@@ -153,11 +153,7 @@ class Causal(Drafter):
             terms["stop"] = self.stop_head.loss(
                 states, HeadTarget(states.detach(), drafter_head), log_probs
             )
-        # REINFORCE: the gradient of a drawn token's cross-entropy is the score function.
-        if batch.advantage is not None:
-            terms["policy"] = linear_divergence(
-                states, drafter_head, next_tokens, None, batch.at_next_token(batch.advantage)
-            ).loss
+        terms |= batch.text_terms(states, drafter_head, next_tokens)
         return Losses(terms, hits, torch.full_like(hits, len(next_tokens)))
 
     # Decoding

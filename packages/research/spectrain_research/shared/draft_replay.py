@@ -21,6 +21,8 @@ from spectrain.data.chat import Example
 from spectrain.features.batch import Batch, collate, pad_or_pack
 from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
+from .drawn_windows import WindowBatch
+
 if TYPE_CHECKING:
     from spectrain.decoding.generation import Generation
 
@@ -281,9 +283,12 @@ def collate_branched(
     return replace(batch, position_ids=position_ids, visible=visible)
 
 
-def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:
+def collate_windows(windows: list[DraftWindow], packed: bool = False) -> WindowBatch:
     """Collate windows into one batch, padded on the right or packed."""
     batch = collate([window.example for window in windows], packed)
-    return replace(
-        batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed)
+    return WindowBatch(
+        batch.tokens,
+        batch.loss_mask,
+        lengths=batch.lengths,
+        advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed),
     )
