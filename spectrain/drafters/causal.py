@@ -120,12 +120,8 @@ class Causal(Drafter):
         assert batch.features is not None
         predicts = batch.next_is_supervised
         grad = torch.is_grad_enabled()
-        plan = ForwardPlan(
-            layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths
-        )
-        features = self.model.run(
-            batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible)
-        )
+        plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute)
+        features = self.model.run(batch.tokens, batch.plan_forward(plan))
         states = features.at_layer("final")[predicts]
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         distance = batch.at_next_token(batch.tokens_past_error)

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.data.chat import Example
 from spectrain.models.features import Features, document_positions
+from spectrain.models.forward_plan import ForwardPlan
 
 from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
 
@@ -52,11 +53,6 @@ class Batch:
     lengths: tuple[int, ...] | None = None
     # [B, T] loss weight of every token of replayed drafts; None weighs all tokens 1.
     weight: Tensor | None = None
-    # [B, T] position of every token in its text, where a text has side branches.
-    position_ids: Tensor | None = None
-    # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to, where a text
-    # has side branches.
-    visible: Tensor | tuple[Tensor, ...] | None = None
     # Of each document, the only tokens that carry loss: the first of them and the one after the
     # last. None if any may.
     loss_windows: tuple[tuple[int, int], ...] | None = None
@@ -131,6 +127,10 @@ class Batch:
         """
         return None if part is None else part.roll(-1, dims=1)[self.next_is_supervised]
 
+    def plan_forward(self, plan: ForwardPlan) -> ForwardPlan:
+        """Return the plan of a forward over these tokens: with the lengths of packed documents."""
+        return replace(plan, lengths=self.lengths)
+
     def text_terms(
         self, states: Tensor, head: "Projection", next_tokens: Tensor
     ) -> dict[str, Tensor]:
@@ -164,14 +164,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with all tensors on `device`."""
-        changes: dict[str, Any] = {
+        return replace(self, **self.tensors_on(device))
+
+    def tensors_on(self, device: torch.device | str) -> dict[str, Any]:
+        """Return the fields that hold tensors, by name, with these on `device`."""
+        return {
             field.name: value.to(device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (Tensor, Features))
         }
-        if isinstance(self.visible, tuple):
-            changes["visible"] = tuple(part.to(device) for part in self.visible)
-        return replace(self, **changes)
 
 
 def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:

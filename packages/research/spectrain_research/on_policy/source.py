@@ -219,9 +219,7 @@ class GeneratedSource(Source):
         batch = batch.to(target.device)
         if not layers:
             return batch
-        plan = ForwardPlan(
-            layers=layers, positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths
-        )
+        plan = batch.plan_forward(ForwardPlan(layers=layers))
         return replace(batch, features=target.run(batch.tokens, plan))
 
     def _has_room(self, example: Example, target: Target, drafter: Drafter | None) -> bool:

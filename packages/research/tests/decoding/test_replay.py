@@ -301,9 +301,7 @@ def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed:
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
     result = [join_branches(item, rounds, 99) for item, rounds in zip(written, recorder.rounds)]
     batch = collate_branched(result, packed)
-    plan = ForwardPlan(
-        layers=("final",), positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths
-    )
+    plan = batch.plan_forward(ForwardPlan(layers=("final",)))
     batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
     total = torch.zeros(())
     wrong = 0
