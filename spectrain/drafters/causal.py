@@ -24,7 +24,7 @@ from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 from .base import Drafter, Losses, Stage, TrainingState
-from .capabilities import Capabilities, Capture, OnPolicy, SavedFiles
+from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
 
@@ -88,9 +88,7 @@ class Causal(Drafter):
         self.beta = beta
         self.loss_temperature = loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
-        self.capabilities = replace(
-            self.capabilities, on_policy=OnPolicy(self.model), rewind=type(self).rewind
-        )
+        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head

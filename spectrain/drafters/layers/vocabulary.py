@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter, Losses
-from spectrain.drafters.capabilities import Capabilities, DraftingCost, OnPolicy
+from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
@@ -35,7 +35,7 @@ class VocabularyDrafter(Drafter):
     the others.
     """
 
-    capabilities = Capabilities(drafts_from_features=True, on_policy=OnPolicy())
+    capabilities = Capabilities(drafts_from_features=True)
     d2t: Tensor
     t2d: Tensor
     divergence: str
