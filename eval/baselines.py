@@ -114,7 +114,7 @@ class Baselines(EvalExtension):
         chain = System("chain", "drafter, chain of 3", drafter, make_chain(own), rule)
         if (
             "chain" in self.names
-            and not own.is_chain
+            and not own.traits.is_chain
             and not capabilities.is_copier
             and not drafts_alike(first, chain)
         ):

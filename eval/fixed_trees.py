@@ -63,7 +63,11 @@ def choose_trees(
     trees: dict[str, TreeBuilder] = {CHAIN: make_chain(own)}
     if capabilities.chains_only:
         return trees
-    is_usable = not own.is_chain and not own.round_policy.decides_to_draft and not own.uses_latency
+    is_usable = (
+        not own.traits.is_chain
+        and not own.round_policy.decides_to_draft
+        and not own.traits.uses_latency
+    )
     for builder in (Eagle2(), *([own] if is_usable else [])):
         if allows_tree(rule, builder, capabilities):
             trees[TREE] = builder
@@ -162,7 +166,7 @@ class FixedTrees:
                 (depth for turn in answers[DRAFTER] for depth in turn.drafted.depths), default=0
             )
             entries[key] = {
-                "label": f"chain of {depth}" if builder.is_chain else describe_tree(builder),
+                "label": f"chain of {depth}" if builder.traits.is_chain else describe_tree(builder),
                 "tree": {
                     "name": builder.name,
                     "depth": depth,

@@ -221,7 +221,7 @@ class Evaluation(PromptedEvaluation):
         would not be the drafter's.
         """
         own = candidate.builder
-        if self.varies_trees or (own.is_chain and own.depth == 3 and own.is_fixed):
+        if self.varies_trees or (own.traits.is_chain and own.depth == 3 and own.traits.is_fixed):
             return False
         return self.measured or own.round_policy.decides_to_draft
 
@@ -275,7 +275,7 @@ class Evaluation(PromptedEvaluation):
             reason = decoder.why_eager(system)
             is_eager = decoder.prefers_capture and reason is not None
             numbers = measure_system(
-                answers, system.builder.is_chain, target.template, self.batch_size > 1
+                answers, system.builder.traits.is_chain, target.template, self.batch_size > 1
             )
             numbers["speedup"] = judge_speedup(numbers["speedup"], answers, noise)
             summaries[system.name] = SystemSummary(

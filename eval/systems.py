@@ -148,13 +148,12 @@ class Decoder:
 def describe_tree(builder: TreeBuilder) -> str:
     """Describe a builder in a few words."""
     sampled = "" if builder.children == "deterministic" else ", drawn"
-    if builder.is_chain:
+    if builder.traits.is_chain:
         chain = (
             f"{builder.name}, chain of up to {builder.depth}"
-            if builder.uses_latency
+            if builder.traits.uses_latency
             else f"chain of {builder.depth}"
         )
         return chain + sampled
-    return (
-        f"{builder.name}, {'up to ' if builder.uses_latency else ''}{builder.budget} nodes{sampled}"
-    )
+    most = "up to " if builder.traits.uses_latency else ""
+    return f"{builder.name}, {most}{builder.budget} nodes{sampled}"

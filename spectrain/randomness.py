@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 KEY_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-# What a number is for: the same keys never serve two purposes.
+# What a number is for: the same keys never serve two purposes. Packages have further numbers.
 DRAFT = 1
 ACCEPT = 2
 SAMPLE = 3
@@ -16,9 +16,7 @@ ANCHORS = 6
 CHAINS = 7
 NOISE = 12
 WITHOUT_FEATURES = 13
-JUDGED = 14
 FEATURE_NOISE = 21
-TRAJECTORY = 22
 LOSS_WINDOW = 23
 
 

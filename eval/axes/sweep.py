@@ -255,7 +255,7 @@ class TemperatureSweep(AxisSweep):
         rule, chosen, _ = resolve_rule(
             target, first.drafter, builder, rule, self.calibration_prompts
         )
-        rule.check_children(chosen.children, chosen.is_chain)
+        rule.check_children(chosen.children, chosen.traits.is_chain)
         if chosen is not builder and chosen.requirements:
             calibrate_builders(target, first.drafter, [chosen], rule, self.calibration_prompts())
         return rule, chosen

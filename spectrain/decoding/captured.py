@@ -71,9 +71,9 @@ def capture_blocker(
     capture = drafter.capabilities.capture
     if capture is None:
         return f"drafter={name} reads values from the device while it drafts"
-    if capture.needs_all_drafts and not builder.verifies_all:
+    if capture.needs_all_drafts and not builder.traits.verifies_all:
         return f"tree={builder.name} omits nodes that drafter={name} has run"
-    if not builder.is_fixed:
+    if not builder.traits.is_fixed:
         return f"tree={builder.name} decides the draft length on the host"
     return None
 

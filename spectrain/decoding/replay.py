@@ -21,7 +21,7 @@ from spectrain.drafters.context import Context
 from spectrain.models.features import Features, Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees.base import Prefix, RootOnlyBuilder, TreeBuilder
+from spectrain.trees.base import Prefix, RootOnlyBuilder, TreeBuilder, TreeTraits
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -146,7 +146,7 @@ class ReplayBuilder(TreeBuilder):
     """Runs a drafter over the known tokens after each root, and verifies the root alone."""
 
     name = "replay"
-    is_chain = True
+    traits = TreeTraits(is_chain=True)
 
     def __init__(self, texts: RecordedTexts, depth: int) -> None:
         self.depth = depth

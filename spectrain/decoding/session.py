@@ -332,7 +332,7 @@ def check_compatibility(
             "tree.children=deterministic"
         )
     if not capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
-        rule.check_children(builder.children, builder.is_chain)
+        rule.check_children(builder.children, builder.traits.is_chain)
 
 
 def choose_threads(target: Target, prompts: PromptLoader) -> None:

@@ -16,7 +16,7 @@ from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Prefix, RoundResult, TreeBuilder
+from spectrain.trees.base import Prefix, RoundResult, TreeBuilder, TreeTraits
 from spectrain.trees.growing import pick_top_and_sampled
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.rollout import Draft, Rollout
@@ -72,7 +72,7 @@ class TeacherForcedBuilder(TreeBuilder):
     """
 
     name = "forced"
-    is_chain = True
+    traits = TreeTraits(is_chain=True)
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TeacherForcedBuilder(TreeBuilder):
         self.counts = [0] * self.depth
         matches = self.rule.fixes_choice and builder.children == "deterministic"
         self.draw_method: DrawMethod = builder.children, builder.temperature
-        self.num_siblings = 1 if builder.is_chain else COMPARED_CHILDREN
+        self.num_siblings = 1 if builder.traits.is_chain else COMPARED_CHILDREN
         self.rejection_rule = (
             None
             if self.rule.sampling_settings is None or not matches
@@ -248,9 +248,7 @@ class PresetChainBuilder(TreeBuilder):
     advance, and nothing is recorded."""
 
     name = "known"
-    is_chain = True
-    is_fixed = True
-    verifies_all = True
+    traits = TreeTraits(is_chain=True, verifies_all=True, is_fixed=True)
 
     def __init__(self, teacher_forced: TeacherForcedBuilder) -> None:
         self.teacher_forced = teacher_forced

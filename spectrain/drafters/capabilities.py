@@ -39,22 +39,6 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class OnPolicy:
-    """Training on drafts that were made during the training: the loss reads which replayed
-    drafts were rejected.
-    """
-
-    # The drafter as a language model. It can write texts, run side branches of a text and weigh the
-    # drafts that it drew.
-    language_model: Target | None = None
-    # It drafts from the text before a root and reads no draft, so a replayed draft is judged after
-    # its own root only.
-    drafts_from_root: bool = False
-    # Its loss weighs the tokens of a draft that it drew after a root by their advantage.
-    learns_windows: bool = False
-
-
-@dataclass(frozen=True)
 class InitialFit:
     """Initial weights that are fitted to the target's states before the first training step."""
 
@@ -159,8 +143,6 @@ class Capabilities:
     adapts_layers: bool = False
     # How its rounds are captured; None if they cannot be.
     capture: Capture | None = None
-    # How it learns from its own drafts; None if it cannot.
-    on_policy: OnPolicy | None = None
     # How it trains the target, which the run then saves too; None leaves the target unchanged.
     target_training: TargetTraining | None = None
     # How its initial weights are fitted; None leaves them as they are.

@@ -17,14 +17,14 @@ from spectrain.drafters.layers.small_models import describe_model, make_small_mo
 from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
+from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 from .base import Drafter, Losses, Stage, TrainingState
-from .capabilities import Capabilities, Capture, OnPolicy, SavedFiles
+from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
 
@@ -88,9 +88,7 @@ class Causal(Drafter):
         self.beta = beta
         self.loss_temperature = loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
-        self.capabilities = replace(
-            self.capabilities, on_policy=OnPolicy(self.model), rewind=type(self).rewind
-        )
+        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head
@@ -115,17 +113,13 @@ class Causal(Drafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the divergence at the supervised positions [R], with the losses of the stop
-        head and of a policy if used.
+        head and those of the batch if used.
         """
         assert batch.features is not None
         predicts = batch.next_is_supervised
         grad = torch.is_grad_enabled()
-        plan = ForwardPlan(
-            layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths
-        )
-        features = self.model.run(
-            batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible)
-        )
+        plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute)
+        features = self.model.run(batch.tokens, batch.plan_forward(plan))
         states = features.at_layer("final")[predicts]
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         distance = batch.at_next_token(batch.tokens_past_error)
@@ -153,11 +147,7 @@ class Causal(Drafter):
             terms["stop"] = self.stop_head.loss(
                 states, HeadTarget(states.detach(), drafter_head), log_probs
             )
-        # REINFORCE: the gradient of a drawn token's cross-entropy is the score function.
-        if batch.advantage is not None:
-            terms["policy"] = linear_divergence(
-                states, drafter_head, next_tokens, None, batch.at_next_token(batch.advantage)
-            ).loss
+        terms |= batch.text_terms(states, drafter_head, next_tokens)
         return Losses(terms, hits, torch.full_like(hits, len(next_tokens)))
 
     # Decoding

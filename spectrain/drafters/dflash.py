@@ -21,7 +21,6 @@ from spectrain.kernels.linear_divergence import split_rows
 from spectrain.trees.rollout import MarginalRollout, Rollout
 
 from .base import Losses
-from .capabilities import OnPolicy
 from .context import Context
 from .step_cost import BatchShape, StepCost
 
@@ -55,8 +54,6 @@ class DFlash(BlockDrafter):
     before it are accepted: s_k = (1 - alpha) q_k + alpha with the label's probability q_k, P_k =
     s_1 .. s_k, and w_k = sum_{j >= k} P_j, without gradient.
     """
-
-    capabilities = replace(BlockDrafter.capabilities, on_policy=OnPolicy(drafts_from_root=True))
 
     def __init__(self, target: Target, config: DFlashConfig) -> None:
         super().__init__(target, config)

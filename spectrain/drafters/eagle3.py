@@ -32,7 +32,6 @@ from .base import Losses, TrainingState
 from .capabilities import (
     ContextParallel,
     InitialFit,
-    OnPolicy,
     SavedFiles,
 )
 from .context import Context
@@ -60,7 +59,6 @@ class Eagle3(UnrolledEagle):
     saved = SavedFiles(
         shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture")
     )
-    capabilities = replace(UnrolledEagle.capabilities, on_policy=OnPolicy(learns_windows=True))
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class PEagle(EagleDrafter):
             "architecture",
         )
     )
-    capabilities = replace(EagleDrafter.capabilities, on_policy=None, cost=OnePassCost)
+    capabilities = replace(EagleDrafter.capabilities, cost=OnePassCost)
 
     def __init__(
         self,

@@ -2,16 +2,35 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.data.chat import Example
 from spectrain.models.features import Features, document_positions
+from spectrain.models.forward_plan import ForwardPlan
 
 from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
+
+if TYPE_CHECKING:
+    from spectrain.kernels.linear_divergence import Projection
+
+
+class DraftTerm(Protocol):
+    """A loss term of draft steps, which a source of batches adds to that of the labels."""
+
+    @property
+    def name(self) -> str:
+        """The name of the term."""
+
+    def loss(
+        self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, step: Tensor | int
+    ) -> Tensor:
+        """Return the summed loss of states [R, D] under an output layer, which belong to the rows
+        `label_index` [R] at these draft steps.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,13 +53,6 @@ class Batch:
     lengths: tuple[int, ...] | None = None
     # [B, T] loss weight of every token of replayed drafts; None weighs all tokens 1.
     weight: Tensor | None = None
-    # [B, T] reward of a sampled token's draft beyond the expected reward; 0 at other tokens.
-    advantage: Tensor | None = None
-    # [B, T] position of every token in its text, where a text has side branches.
-    position_ids: Tensor | None = None
-    # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to, where a text
-    # has side branches.
-    visible: Tensor | tuple[Tensor, ...] | None = None
     # Of each document, the only tokens that carry loss: the first of them and the one after the
     # last. None if any may.
     loss_windows: tuple[tuple[int, int], ...] | None = None
@@ -115,6 +127,26 @@ class Batch:
         """
         return None if part is None else part.roll(-1, dims=1)[self.next_is_supervised]
 
+    def plan_forward(self, plan: ForwardPlan) -> ForwardPlan:
+        """Return the plan of a forward over these tokens: with the lengths of packed documents."""
+        return replace(plan, lengths=self.lengths)
+
+    def text_terms(
+        self, states: Tensor, head: "Projection", next_tokens: Tensor
+    ) -> dict[str, Tensor]:
+        """Return further loss terms of a language model, by name, from its states [R, D] before
+        the tokens [R] that `next_is_supervised` marks; a plain batch has none.
+        """
+        return {}
+
+    def draft_term(self, is_predicted: Tensor, draft_ids: Tensor) -> DraftTerm | None:
+        """Return a further loss term of draft steps, whose rows are those that `is_predicted`
+        [B, T] marks; None for a plain batch.
+
+        `draft_ids` [V] holds the draft vocabulary.
+        """
+        return None
+
     def split_documents(self) -> list[tuple[Tensor, Tensor]]:
         """Return tokens and loss mask [T] of every document on the CPU, padding included."""
         return list(zip(self.split_values(self.tokens), self.split_values(self.loss_mask)))
@@ -132,14 +164,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with all tensors on `device`."""
-        changes: dict[str, Any] = {
+        return replace(self, **self.tensors_on(device))
+
+    def tensors_on(self, device: torch.device | str) -> dict[str, Any]:
+        """Return the fields that hold tensors, by name, with these on `device`."""
+        return {
             field.name: value.to(device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (Tensor, Features))
         }
-        if isinstance(self.visible, tuple):
-            changes["visible"] = tuple(part.to(device) for part in self.visible)
-        return replace(self, **changes)
 
 
 def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:

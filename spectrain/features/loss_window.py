@@ -59,11 +59,9 @@ def keep_loss_windows(batch: Batch, windows: Sequence[TokenRange]) -> Batch:
     """Return the batch with loss in these windows only, a window for each text, cut after the last
     token of a window.
 
-    It is for batches of plain texts, without replayed drafts or side branches.
+    It is for batches of plain texts, without replayed drafts.
     """
-    assert batch.visible is None and batch.tokens_past_error is None, (
-        "a window is cut from a plain text"
-    )
+    assert batch.tokens_past_error is None, "a window is cut from a plain text"
     ends = [end for _, end in windows]
     device = batch.tokens.device
     lengths = None if batch.lengths is None else tuple(ends)

@@ -55,7 +55,7 @@ def evaluate(
     require_writable(find_results_folder(run) / "eval" / evaluation.name, "run")
     own = spec.tracker.build() if tracker is None and state.is_main_process else None
     target = target or load_target(spec, run)
-    if sharded and (evaluation.uses_clock or spec.tree.build().uses_latency):
+    if sharded and (evaluation.uses_clock or spec.tree.build().traits.uses_latency):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree "
             "or guard can go by the clock; use tree=eagle2 and no eval.guard"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -146,6 +146,17 @@ WITHOUT_DRAFTER = RoundPlan(runs_drafter=False, keeps_drafter=False, is_observed
 MAX_NODES = 4096  # nodes, and so levels, of a tree: far more than any kernel or drafter can use
 
 
+@dataclass(frozen=True)
+class TreeTraits:
+    """What holds for every tree of a builder, and for how it drafts them."""
+
+    is_chain: bool = False  # a node has at most one child
+    drafts_by_level: bool = True  # nodes passed to a rollout together have the same depth
+    verifies_all: bool = False  # every node passed to a rollout is in the tree
+    is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
+    uses_latency: bool = False  # the tree depends on measured times
+
+
 class TreeBuilder(ABC):
     """Decides how many nodes are drafted, and where."""
 
@@ -157,11 +168,7 @@ class TreeBuilder(ABC):
     children: Children = "deterministic"
     temperature: float = 1.0  # of the distribution that children are sampled from
     seed: int = 0
-    is_chain: bool = False
-    drafts_by_level: bool = True  # nodes passed to a rollout together have the same depth
-    verifies_all: bool = False  # every node passed to a rollout is in the tree
-    is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
-    uses_latency: bool = False  # the tree depends on measured times
+    traits: TreeTraits = TreeTraits()
     round_policy: RoundPolicy = ALWAYS_DRAFT  # decides whether rounds draft, and learns from them
     # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
     requirements: tuple[str, ...] = ()
@@ -205,21 +212,6 @@ class TreeBuilder(ABC):
             "children": self.children,
         }
 
-    def check_settings(self, **least: tuple[float, float]) -> None:
-        """Raise UserError for settings below their minimum, given as key=(value, minimum), and
-        for trees too large to store.
-        """
-        for key, (value, lowest) in least.items():
-            if not value >= lowest:
-                raise UserError(f"tree.{key}={value}: use {lowest} or more")
-            if value > MAX_NODES:
-                raise UserError(f"tree.{key}={value}: use {MAX_NODES} or less")
-        if not self.temperature > 0:
-            raise UserError(
-                f"tree.temperature={self.temperature}: use more than 0, or "
-                "tree.children=deterministic"
-            )
-
 
 class WrappedBuilder(TreeBuilder):
     """A builder that delegates to another one; subclasses change parts of it."""
@@ -228,7 +220,8 @@ class WrappedBuilder(TreeBuilder):
         self.builder = builder
         for name in TreeBuilder.__annotations__:  # the declared properties of a builder
             setattr(self, name, getattr(builder, name))
-        self.is_fixed = False  # a subclass may read values on the host
+        # A subclass may read values on the host.
+        self.traits = replace(builder.traits, is_fixed=False)
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         return self.builder.grow(prefix, draft)
@@ -256,10 +249,26 @@ class RootOnlyBuilder(TreeBuilder):
     depth = 0
     budget = 1
     max_drafted = 0
-    is_chain = is_fixed = verifies_all = True
+    traits = TreeTraits(is_chain=True, verifies_all=True, is_fixed=True)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return merge_tries(prefix, [], self)
+
+
+def check_settings(builder: TreeBuilder, **least: tuple[float, float]) -> None:
+    """Raise UserError for settings of a builder below their minimum, given as key=(value, minimum),
+    for trees too large to store, and for a temperature that is not positive.
+    """
+    for key, (value, lowest) in least.items():
+        if not value >= lowest:
+            raise UserError(f"tree.{key}={value}: use {lowest} or more")
+        if value > MAX_NODES:
+            raise UserError(f"tree.{key}={value}: use {MAX_NODES} or less")
+    if not builder.temperature > 0:
+        raise UserError(
+            f"tree.temperature={builder.temperature}: use more than 0, or "
+            "tree.children=deterministic"
+        )
 
 
 def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
@@ -271,7 +280,7 @@ def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> Toke
     budget = builder.copy_budget(prefix, tries)
     selections = [
         trie.heaviest_path(builder.depth)
-        if builder.is_chain
+        if builder.traits.is_chain
         else trie.best_nodes(builder.depth, budget)
         for trie in tries
     ]
@@ -290,6 +299,6 @@ def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> Toke
     columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]
     return (
         TokenTree.from_chain(columns[0], columns[2])
-        if builder.is_chain
+        if builder.traits.is_chain
         else TokenTree.from_parents(*columns)
     )

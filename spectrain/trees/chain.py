@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .base import Prefix, TreeBuilder
+from .base import Prefix, TreeBuilder, TreeTraits, check_settings
 from .growing import GrowingTree
 from .rollout import Rollout
 from .token_tree import Children, TokenTree
@@ -29,8 +30,7 @@ class Chain(TreeBuilder):
     """
 
     name = "chain"
-    is_chain = True
-    verifies_all = True
+    traits = TreeTraits(is_chain=True, verifies_all=True)
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Chain(TreeBuilder):
         self.seed = seed
         self.stop = stop
         self.stop_on = stop_on
-        self.check_settings(depth=(depth, 1))
+        check_settings(self, depth=(depth, 1))
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
         self.budget = depth + 1
         self.max_drafted = depth - 1
         self.decides_length = bool(stop)  # whether a row may end before its depth
-        self.is_fixed = not self.decides_length
+        self.traits = replace(self.traits, is_fixed=not self.decides_length)
         self.confidence = torch.ones(0)  # [B] of this round's paths
 
     def sampled_variant(self, temperature: float) -> Chain:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Prefix, TreeBuilder
+from .base import Prefix, TreeBuilder, TreeTraits, check_settings
 from .growing import GrowingTree
 from .rollout import Rollout
 from .token_tree import TokenTree
@@ -21,7 +21,7 @@ class Eagle2(TreeBuilder):
     """
 
     name = "eagle2"
-    is_fixed = True
+    traits = TreeTraits(is_fixed=True)
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Eagle2(TreeBuilder):
         top_k: int = 4,
     ) -> None:
         self.depth, self.budget, self.top_k = depth, budget, top_k
-        self.check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
         self.max_drafted = (depth - 1) * top_k
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:

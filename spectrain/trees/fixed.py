@@ -13,7 +13,7 @@ import torch
 
 from spectrain.errors import UserError
 
-from .base import Prefix, TreeBuilder
+from .base import Prefix, TreeBuilder, TreeTraits, check_settings
 from .growing import GrowingTree
 from .measurements import Calibration
 from .rollout import Rollout
@@ -31,8 +31,7 @@ class Static(TreeBuilder):
     """
 
     name = "static"
-    is_fixed = True
-    verifies_all = True
+    traits = TreeTraits(verifies_all=True, is_fixed=True)
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Static(TreeBuilder):
         self.children = children
         self.temperature = temperature
         self.seed = seed
-        self.check_settings(depth=(depth, 1), budget=(budget, 2))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2))
         self.max_drafted = budget
         self.paths: list[NodePath] = []
         # by vocabulary, depth and device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spectrain.errors import UserError
 
-from .base import TreeBuilder
+from .base import TreeBuilder, TreeTraits
 from .measurements import Calibration, Latency
 
 CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
@@ -14,7 +14,7 @@ class LatencyAwareBuilder(TreeBuilder):
     """A builder that needs measured times of drafting and verifying."""
 
     requirements: tuple[str, ...] = ("latency",)
-    uses_latency = True
+    traits = TreeTraits(uses_latency=True)
     latency: Latency | None = None
 
     def prepare(self, calibration: Calibration) -> None:

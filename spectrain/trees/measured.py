@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .base import Prefix, TreeBuilder
+from .base import Prefix, TreeBuilder, TreeTraits, check_settings
 from .growing import GrowingTree
 from .measured_policy import MeasuredPolicy
 from .measurements import Calibration
@@ -32,7 +32,7 @@ class Auto(TreeBuilder):
 
     name = "auto"
     requirements: tuple[str, ...] = ("latency",)
-    uses_latency = True
+    traits = TreeTraits(uses_latency=True)
     round_policy: MeasuredPolicy
 
     def __init__(
@@ -53,8 +53,8 @@ class Auto(TreeBuilder):
         self.top_k = top_k
         self.memory = memory
         self.refit = refit
-        self.check_settings(
-            depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1)
+        check_settings(
+            self, depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1)
         )
         self.max_drafted = (depth - 1) * top_k
         self.round_policy = MeasuredPolicy(depth, budget, top_k, memory, refit)

@@ -75,7 +75,8 @@ class Keeping(WrappedBuilder):
 
     def __init__(self, builder: TreeBuilder, listen: Listen | None = None) -> None:
         super().__init__(builder)
-        self.is_fixed, self.listen = builder.is_fixed, listen
+        self.traits = builder.traits
+        self.listen = listen
         self.trees: list[TokenTree] = []
         self.texts: list[list[list[int]]] = []
 

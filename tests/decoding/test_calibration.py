@@ -344,7 +344,7 @@ def test_sampling_rules_are_forecast(
     other rule is compared."""
     forced = run_teacher_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
     rules = forced.rule_forecast
-    assert rules is not None and rules.children == (1 if builder.is_chain else 4)
+    assert rules is not None and rules.children == (1 if builder.traits.is_chain else 4)
     assert rules.matched == pytest.approx(
         [sum(hits[: rules.children]) for hits in forced.hit_rates]
     )
@@ -398,7 +398,7 @@ def test_unresolved_rule_is_resolved_by_the_forecast(
             and tree.seed == 6
         )
         assert (result.name, tree.temperature) == (("recursive", 0.7) if pays else ("match", 1.0))
-        result.check_children(tree.children, tree.is_chain)
+        result.check_children(tree.children, tree.traits.is_chain)
         assert (tree is builder) is not pays and builder.children == "deterministic"
     result, tree, _ = resolve_rule(shallow, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
     assert (result.name, tree) == ("match", other)

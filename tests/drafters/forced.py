@@ -11,7 +11,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Rollout, TreeBuilder
-from spectrain.trees.base import Prefix
+from spectrain.trees.base import Prefix, TreeTraits
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import begun, proposed
 from tests.factories import add_noise
@@ -32,7 +32,7 @@ class Probe(TreeBuilder):
     ) -> None:
         # tokens and parents of every call
         self.calls = calls
-        self.drafts_by_level = by_level
+        self.traits = TreeTraits(drafts_by_level=by_level)
         self.log_q: list[Tensor] = []  # log q [B, F, V] of every call
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:

@@ -237,7 +237,7 @@ def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
                 for n in range(1, tree.tokens.shape[1])
                 if tree.valid[row, n]
             }
-            if builder.drafts_by_level:
+            if builder.traits.drafts_by_level:
                 _, confidence = compute_by_formula(drafter, shallow, text, [])
                 assert (0 in parents) == (confidence[0] >= 0.5) or len(texts) > 1
             for node in parents:

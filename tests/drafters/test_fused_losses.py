@@ -419,7 +419,6 @@ def test_split_loss_of_replays_equals_that_of_full_matrices(
     """Draft-OPD's loss is equal, whatever loss the family has otherwise."""
     kind, reference, options = FAMILIES[family]
     drafter = make_drafter(kind, target, **options, loss=loss)
-    assert drafter.capabilities.on_policy is not None
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     add_noise(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK_ROWS", CHUNK)

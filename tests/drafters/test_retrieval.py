@@ -90,7 +90,7 @@ def test_drafted_equals_plain(
             assert (
                 tree.tokens.shape[1] <= builder.budget and int(tree.depths.max()) <= builder.depth
             )
-            assert not builder.is_chain or tree.is_chain
+            assert not builder.traits.is_chain or tree.is_chain
         if rule.name == "greedy":
             assert max(count for row in generations for count in row.round_lengths) > 2
 

@@ -160,7 +160,7 @@ def test_rows_hold_what_is_derived_from_them(measured_file: MeasuredFile) -> Non
                 row["tau"] == {AR: 1, "tau=2": 2, "oracle": oracle}
                 and 2 < oracle <= builder.depth + 1
             )
-            assert not builder.is_chain or oracle == builder.depth + 1
+            assert not builder.traits.is_chain or oracle == builder.depth + 1
             assert row["gamma"] == builder.depth and row["tree"]["budget"] == builder.budget
             assert set(row["parts_us"]["oracle"]) == {"draft", "verify", "accept", "outside"}
             for name, speedup in row["speedup"].items():

@@ -50,4 +50,6 @@ def test_every_tree_choice_grows_trees(file: Path, temperature: float | None) ->
     tree = grow_tree(make_same_builder)  # type: ignore[arg-type]
     assert (tree.q is None) == (builder.children == "deterministic")
     assert temperature is None or tree.q is not None
-    assert_rows_alone(make_same_builder, shared_scores if builder.uses_latency else random_scores)  # type: ignore[arg-type]
+    assert_rows_alone(
+        make_same_builder, shared_scores if builder.traits.uses_latency else random_scores
+    )  # type: ignore[arg-type]

@@ -138,7 +138,6 @@ class BlockDrafter(VocabularyDrafter):
     capabilities = replace(
         VocabularyDrafter.capabilities,
         capture=Capture(state_names=("cache",)),
-        on_policy=None,
         cost=OnePassCost,
     )
     # Where the labels of a cross-entropy and of the accuracy come from.

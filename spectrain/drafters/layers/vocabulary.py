@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter, Losses
-from spectrain.drafters.capabilities import Capabilities, DraftingCost, OnPolicy
+from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 
 from ..step_cost import BatchShape, Judged, Run, StepCost
-from .drawn_windows import DrawnWindows
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer
 
@@ -36,7 +35,7 @@ class VocabularyDrafter(Drafter):
     the others.
     """
 
-    capabilities = Capabilities(drafts_from_features=True, on_policy=OnPolicy())
+    capabilities = Capabilities(drafts_from_features=True)
     d2t: Tensor
     t2d: Tensor
     divergence: str
@@ -152,19 +151,18 @@ class HeadsDrafter(VocabularyDrafter):
         terms = {}
         hits = torch.zeros(len(self.heads), device=supervision.labels.device)
         counts = torch.zeros_like(hits)
-        policy_losses = []
+        draft_term = supervision.draft_term
+        further_losses = []
         for k, head in enumerate(self.heads):
             inputs = head_inputs(k)
             label_index = supervision.label_index(k)
             loss, correct = supervision.judge_states(inputs, head.lm_head, label_index)
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
-            if supervision.windows is not None:
-                policy_losses.append(
-                    supervision.windows.policy_loss(inputs, head.lm_head, label_index, k)
-                )
+            if draft_term is not None:
+                further_losses.append(draft_term.loss(inputs, head.lm_head, label_index, k))
             hits[k], counts[k] = correct.sum(), len(correct)
-        if policy_losses:
-            terms["policy"] = torch.stack(policy_losses).sum()
+        if draft_term is not None:
+            terms[draft_term.name] = torch.stack(further_losses).sum()
         return terms, hits, counts
 
 
@@ -234,11 +232,7 @@ class Supervision:
         self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(
             max=len(drafter.draft_ids) - 1
         )
-        self.windows = (
-            None
-            if batch.advantage is None
-            else DrawnWindows.from_batch(batch, is_predicted, drafter.draft_ids)
-        )
+        self.draft_term = batch.draft_term(is_predicted, drafter.draft_ids)
         in_vocabulary = drafter.t2d[self.labels]
         self.in_vocabulary = (
             torch.ones_like(in_vocabulary)
@@ -311,8 +305,8 @@ class Supervision:
             torch.cat(states).index_select(0, order), lm_head, label_index, decay**step
         )
         terms = {self.drafter.divergence: loss}
-        if self.windows is not None:
-            terms["policy"] = self.windows.policy_loss(
+        if self.draft_term is not None:
+            terms[self.draft_term.name] = self.draft_term.loss(
                 torch.cat(states).index_select(0, order), lm_head, label_index, step
             )
         return Losses.by_depth(terms, correct, step, num_steps)

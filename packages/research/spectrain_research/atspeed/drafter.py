@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, R supervised rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,15 +74,8 @@ class AtSpeed(Causal):
         """Return both losses at the supervised positions [R]."""
         assert batch.features is not None
         predicts = batch.next_is_supervised
-        plan = ForwardPlan(
-            ("final",),
-            grad=torch.is_grad_enabled(),
-            recompute=state.recompute,
-            lengths=batch.lengths,
-        )
-        features = self.model.run(
-            batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible)
-        )
+        plan = ForwardPlan(("final",), grad=torch.is_grad_enabled(), recompute=state.recompute)
+        features = self.model.run(batch.tokens, batch.plan_forward(plan))
         states = features.at_layer("final")[predicts]
         weight = batch.at_next_token(batch.weight)
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]

@@ -22,6 +22,7 @@ from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nesting import LargerBuilder, build_nestable, union_layers
+from spectrain_research.shared.on_policy import find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -116,6 +117,9 @@ class Cascade(DrafterWrapper):
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         self.inner.commit(context, accepted)
         self.helper.commit(context, accepted)
+
+
+find_on_policy.register(Cascade, lambda drafter: None)
 
 
 class IndexedRollout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from spectrain.trees.base import Prefix
+from spectrain.trees.base import Prefix, check_settings
 from spectrain.trees.copy_tree import are_calibrated, chances_by_depth
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
@@ -52,7 +52,8 @@ class Cast(LatencyAwareBuilder):
         self.top_k = top_k
         self.memory = memory
         self.breadth_gain, self.depth_gain, self.size_gain = breadth_gain, depth_gain, size_gain
-        self.check_settings(
+        check_settings(
+            self,
             depth=(depth, 1),
             budget=(budget, 2),
             top_k=(top_k, 1),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.trees.base import Prefix, RoundResult
+from spectrain.trees.base import Prefix, RoundResult, check_settings
 from spectrain.trees.chain import Chain
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
@@ -30,6 +30,7 @@ class AdaptiveChain(LearnsFromTrees, LatencyAwareBuilder, Chain):
     """
 
     requirements = ("latency", "rehearsal")
+    traits = replace(Chain.traits, uses_latency=True)
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class AdaptiveChain(LearnsFromTrees, LatencyAwareBuilder, Chain):
         memory: int = 512,
     ) -> None:
         super().__init__(depth, children, temperature, seed)
-        self.check_settings(memory=(memory, 1))
+        check_settings(self, memory=(memory, 1))
         self.memory = memory  # rows
         self.decides_length = True
-        self.is_fixed = False
+        self.traits = replace(self.traits, is_fixed=False)
         self.chain_lengths: list[int] = []  # longest chain of every round
 
     def estimate_seconds(self, length: int) -> tuple[float, np.ndarray, np.ndarray]:
@@ -197,7 +198,7 @@ class Policy(AdaptiveChain):
         explore: int = 64,
     ) -> None:
         super().__init__(depth, children, temperature, seed, memory)
-        self.check_settings(explore=(explore, 1))
+        check_settings(self, explore=(explore, 1))
         self.explore = explore
         self.num_rounds = 0
         self.text_length = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.trees.base import Prefix, RoundResult
+from spectrain.trees.base import Prefix, RoundResult, check_settings
 from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
@@ -58,7 +58,7 @@ class TreePolicy(LearnsFromTrees, LatencyAwareBuilder):
         policy: str | None = None,
     ) -> None:
         self.depth, self.budget, self.top_k = depth, budget, top_k
-        self.check_settings(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
         self.max_drafted = (depth - 1) * top_k
         self.policy_path = None if policy is None else Path(policy)
         # by level from the second on, the weights [F] of the advantage of drafting it

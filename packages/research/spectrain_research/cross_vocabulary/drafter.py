@@ -140,7 +140,9 @@ class Universal(Drafter):
             return Draft(_Intersection(self, self.cache, state))
         rollout = ModelRollout(self.model, self.cache, self.log_q(state), self.log_q)
         tree = self._drafting_builder(context.builder).expand(context, rollout)
-        rows = zip(self.texts, context.active.tolist(), list_paths(tree, context.builder.is_chain))
+        rows = zip(
+            self.texts, context.active.tolist(), list_paths(tree, context.builder.traits.is_chain)
+        )
         depth = context.builder.depth
         return Draft(
             continuations=[
@@ -169,7 +171,9 @@ class Universal(Drafter):
     def _drafting_builder(self, builder: TreeBuilder) -> TreeBuilder:
         """Return the builder of the drafts whose texts are matched."""
         depth = builder.depth if self.max_drafted is None else self.max_drafted
-        return Chain(depth) if builder.is_chain else Eagle2(depth, builder.budget, self.width)
+        return (
+            Chain(depth) if builder.traits.is_chain else Eagle2(depth, builder.budget, self.width)
+        )
 
     def rewind(self, lengths: Tensor) -> None:
         """Read the texts from their beginning again; the cache keeps its tokens."""

@@ -30,6 +30,7 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.head_layers import HeadMixer, SharedHeadDrafter, StagedAdapter
+from spectrain_research.shared.on_policy import find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -171,7 +172,6 @@ class Ctc(SharedHeadDrafter):
     capabilities = replace(
         SharedHeadDrafter.capabilities,
         capture=Capture(state_names=("cache",)),
-        on_policy=None,
         cost=OnePassCost,
     )
 
@@ -331,6 +331,9 @@ class Ctc(SharedHeadDrafter):
         )[-1]
         self.cache.commit(None, context.num_new)
         return Draft(_Collapsed(self, self.slot_log_probs(context.last_state(stage)[:, 0])))
+
+
+find_on_policy.register(Ctc, lambda drafter: None)
 
 
 class _Collapsed(Rollout):

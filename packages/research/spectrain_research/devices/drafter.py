@@ -25,6 +25,7 @@ from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.nested_rollout import NestedRollout
 from spectrain_research.shared.nesting import build_nestable
+from spectrain_research.shared.on_policy import find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -65,7 +66,7 @@ class OtherDevice(DrafterWrapper):
         self.inner, description = build_nestable(inner, "inner", target)
         self.layers = self.inner.layers
         self.saved = replace(self.saved, settings={"inner": description})
-        self.capabilities = replace(wrapper_capabilities(self.inner), on_policy=None)
+        self.capabilities = wrapper_capabilities(self.inner)
         self.cache: TreeCache | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherDevice:
@@ -125,6 +126,9 @@ class OtherDevice(DrafterWrapper):
         self.inner.commit(
             self.copy_context(context), replace(accepted, path=path, counts=counts, bonus=bonus)
         )
+
+
+find_on_policy.register(OtherDevice, lambda drafter: None)
 
 
 def copy_head(head: Any, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Prefix, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder, TreeTraits, check_settings
 from spectrain.trees.growing import sampling_probs
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
@@ -28,7 +28,7 @@ class DySpec(TreeBuilder):
     """
 
     name = "dyspec"
-    drafts_by_level = False
+    traits = TreeTraits(drafts_by_level=False)
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DySpec(TreeBuilder):
     ) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
         self.children, self.temperature, self.seed = children, temperature, seed
-        self.check_settings(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
         # rows wait for each other: step i runs at most budget - i nodes
         self.max_drafted = budget * (budget - 1) // 2
 

@@ -97,7 +97,7 @@ class Exits(Drafter):
         self.confidences = self.agreed = torch.empty(0)
 
     def draft(self, context: Context) -> Draft:
-        if not context.builder.is_chain:
+        if not context.builder.traits.is_chain:
             if self.estimate:
                 raise UserError(
                     "drafter.estimate=true: no exit has to be sure in a tree that branches; use "

@@ -38,6 +38,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import ANCHORS, NOISE, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
+from spectrain_research.shared.on_policy import find_on_policy
 
 from .rollout import BlockRollout
 
@@ -365,3 +366,6 @@ class Falcon(VocabularyDrafter):
         """Remove the draft's uncommitted entries from the cache."""
         assert self.cache is not None
         self.cache.roll_back()
+
+
+find_on_policy.register(Falcon, lambda drafter: None)

@@ -169,7 +169,7 @@ class Gumiho(UnrolledEagle):
     def draft(self, context: Context) -> Draft:
         """Read the features of the tokens accepted last, then draft from the last of them."""
         root, cache = self.read_accepted(context)
-        return Draft(_SerialThenParallel(self, cache, root, context.builder.drafts_by_level))
+        return Draft(_SerialThenParallel(self, cache, root, context.builder.traits.drafts_by_level))
 
 
 class _SerialThenParallel(Rollout):

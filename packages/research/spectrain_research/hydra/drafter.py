@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capture, OnPolicy, SavedFiles
+from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import ResBlock
 from spectrain.drafters.layers.losses import LossName
@@ -29,6 +29,7 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.head_layers import PrefixAttention
+from spectrain_research.shared.on_policy import OnPolicy, find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -78,7 +79,6 @@ class Hydra(HeadsDrafter):
     capabilities = replace(
         HeadsDrafter.capabilities,
         capture=Capture(state_names=("cache",)),
-        on_policy=OnPolicy(learns_windows=True),
     )
 
     def __init__(
@@ -150,8 +150,16 @@ class Hydra(HeadsDrafter):
             self.cache.add_uncommitted(states.shape[1])
             self.cache.commit(None, context.num_new)
         return Draft(
-            _Path(self, context.last_state(states), context.root, context.builder.drafts_by_level)
+            _Path(
+                self,
+                context.last_state(states),
+                context.root,
+                context.builder.traits.drafts_by_level,
+            )
         )
+
+
+find_on_policy.register(Hydra, lambda drafter: OnPolicy(learns_windows=True))
 
 
 class _Path(Rollout):

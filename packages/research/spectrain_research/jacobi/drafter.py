@@ -25,10 +25,11 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
-from spectrain.randomness import DRAFT, TRAJECTORY, keyed_generator, sequence_generator
+from spectrain.randomness import DRAFT, keyed_generator, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
+from spectrain_research.shared.purposes import TRAJECTORY
 
 from .sampled_window import SampledWindow
 from .trajectories import Trajectories, TrajectoryBlocks

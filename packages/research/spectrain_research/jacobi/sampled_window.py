@@ -48,7 +48,7 @@ class SampledWindow:
         """Return a rollout whose distribution at each depth is that of the position in the last
         round.
         """
-        if not context.builder.is_chain:
+        if not context.builder.traits.is_chain:
             raise UserError(
                 "drafter.method=speculative: it draws one window; use tree=chain "
                 "tree.children=sampled"

@@ -20,7 +20,8 @@ from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.randomness import TRAJECTORY, sequence_generator
+from spectrain.randomness import sequence_generator
+from spectrain_research.shared.purposes import TRAJECTORY
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

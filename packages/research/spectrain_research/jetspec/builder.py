@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from spectrain.trees.base import Prefix, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder, check_settings
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
@@ -33,7 +33,7 @@ class OnePassTree(TreeBuilder):
         width: int = 4,
     ) -> None:
         self.depth, self.budget, self.width = depth, budget, width
-        self.check_settings(depth=(depth, 1), budget=(budget, 2), width=(width, 1))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2), width=(width, 1))
         self.max_drafted = budget
 
     def report_settings(self) -> dict[str, object]:

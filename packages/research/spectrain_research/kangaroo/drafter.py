@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capabilities, Capture, OnPolicy, SavedFiles
+from spectrain.drafters.capabilities import Capabilities, Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, head_loss
@@ -28,6 +28,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
+from spectrain_research.shared.on_policy import OnPolicy, find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -45,7 +46,6 @@ class Kangaroo(SelfDrafter):
     saved = SavedFiles(shape=("exit_layer",))
     capabilities = Capabilities(
         capture=Capture(state_names=("cache",), needs_all_drafts=True),
-        on_policy=OnPolicy(),
         nestable=False,
     )
 
@@ -155,3 +155,6 @@ class Kangaroo(SelfDrafter):
         attended = self.self_attn.attend_cached(q, k, v, self.cache, visible)
         self.cache.add_uncommitted(x.shape[1])
         return x + attended
+
+
+find_on_policy.register(Kangaroo, lambda drafter: OnPolicy())

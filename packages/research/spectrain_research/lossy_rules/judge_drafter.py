@@ -25,8 +25,9 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.randomness import JUDGED, sequence_generator
+from spectrain.randomness import sequence_generator
 from spectrain.trees.rollout import Draft
+from spectrain_research.shared.purposes import JUDGED
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

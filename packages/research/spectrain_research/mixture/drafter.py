@@ -8,7 +8,6 @@ after the cut t reads token t + 1 + k, sees the states up to t, and predicts tok
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +39,7 @@ from spectrain.randomness import ANCHORS, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.head_layers import HeadAttention, SharedHeadDrafter
+from spectrain_research.shared.on_policy import find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -63,7 +63,6 @@ class MixtureOfAttentions(SharedHeadDrafter):
     """
 
     saved = SavedFiles(shape=("layers", "vocab_size", "head_rank"))
-    capabilities = replace(SharedHeadDrafter.capabilities, on_policy=None)
 
     def __init__(
         self,
@@ -251,6 +250,9 @@ class MixtureOfAttentions(SharedHeadDrafter):
         """Remove the draft's uncommitted entries from the cache."""
         assert self.cache is not None
         self.cache.roll_back()
+
+
+find_on_policy.register(MixtureOfAttentions, lambda drafter: None)
 
 
 def sample_steps(batch: Batch, num_steps: int, seed: int, step: int) -> Tensor:

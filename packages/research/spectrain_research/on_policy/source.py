@@ -37,6 +37,7 @@ from spectrain_research.shared.draft_replay import (
     make_windows,
     select_replays,
 )
+from spectrain_research.shared.on_policy import find_on_policy
 
 from .groups import draw_window_group
 from .interleaved import InterleavedSampling
@@ -202,7 +203,7 @@ class GeneratedSource(Source):
             elif self.branches:
                 batch = self._make_branched_batch(examples, drawn, request.packed, target)
             else:
-                on_policy = None if drafter is None else drafter.capabilities.on_policy
+                on_policy = find_on_policy(drafter)
                 draft_only = on_policy is not None and on_policy.drafts_from_root
                 batch = self._make_replay_batch(examples, drawn, request.packed, draft_only)
         else:
@@ -219,9 +220,7 @@ class GeneratedSource(Source):
         batch = batch.to(target.device)
         if not layers:
             return batch
-        plan = ForwardPlan(
-            layers=layers, positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths
-        )
+        plan = batch.plan_forward(ForwardPlan(layers=layers))
         return replace(batch, features=target.run(batch.tokens, plan))
 
     def _has_room(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
@@ -281,7 +280,7 @@ class GeneratedSource(Source):
                 "source.branches=true: this family does not learn from side branches; use "
                 "recipe=gkd, or leave it out"
             )
-        on_policy = drafter.capabilities.on_policy
+        on_policy = find_on_policy(drafter)
         if on_policy is not None and (self.by == "replay" or on_policy.language_model is not None):
             return
         if self.by == "replay":
@@ -409,5 +408,5 @@ class GeneratedSource(Source):
 
 def language_model(drafter: Drafter | None) -> Target | None:
     """Return the drafter as a language model that writes text by itself; None if it is not one."""
-    on_policy = None if drafter is None else drafter.capabilities.on_policy
+    on_policy = find_on_policy(drafter)
     return None if on_policy is None else on_policy.language_model

@@ -32,6 +32,7 @@ from spectrain_research.shared.draft_replay import (
     collate_replays,
     select_replays,
 )
+from spectrain_research.shared.on_policy import find_on_policy
 
 from .signals import DviSignals
 
@@ -180,7 +181,7 @@ class Online(EvalExtension):
 
     def check(self, candidate: Candidate) -> None:
         drafter = candidate.drafter
-        if self.learn in ("split", "dvi") and not candidate.builder.is_chain:
+        if self.learn in ("split", "dvi") and not candidate.builder.traits.is_chain:
             raise UserError(
                 f"eval.online_learn={self.learn}: it replays chains, and this tree branches; use "
                 "tree=chain"
@@ -190,7 +191,7 @@ class Online(EvalExtension):
                 "eval.online: this drafter has no weights of its own to learn with; use one that "
                 "was trained"
             )
-        if self.learn == "split" and drafter.capabilities.on_policy is None:
+        if self.learn == "split" and find_on_policy(drafter) is None:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use "
                 "corrections or answers"
@@ -233,13 +234,13 @@ class Online(EvalExtension):
 
 def drafts_from_root(drafter: Drafter) -> bool:
     """Tell whether replayed drafts are judged after their roots only."""
-    on_policy = drafter.capabilities.on_policy
+    on_policy = find_on_policy(drafter)
     return on_policy is not None and on_policy.drafts_from_root
 
 
 def weighs_drafts(drafter: Drafter) -> bool:
     """Tell whether the loss weighs the tokens of a draft by their advantage."""
-    on_policy = drafter.capabilities.on_policy
+    on_policy = find_on_policy(drafter)
     return on_policy is not None and (
         on_policy.language_model is not None or on_policy.learns_windows
     )

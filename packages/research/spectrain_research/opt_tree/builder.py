@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from spectrain.trees.base import Prefix, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder, check_settings
 from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import NEG_INF, GrowingTree
 from spectrain.trees.rollout import Rollout
@@ -34,7 +34,7 @@ class OptTree(TreeBuilder):
         threshold: float = 0.1,
     ) -> None:
         self.depth, self.budget, self.threshold = depth, budget, threshold
-        self.check_settings(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        check_settings(self, depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
         self.max_drafted = (depth - 1) * (budget - 1)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:

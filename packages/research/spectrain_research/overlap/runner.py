@@ -98,8 +98,8 @@ def check_overlap(
         )
     if (
         builder is None
-        or not builder.is_chain
-        or not builder.is_fixed
+        or not builder.traits.is_chain
+        or not builder.traits.is_fixed
         or builder.children != "deterministic"
     ):
         raise UserError(

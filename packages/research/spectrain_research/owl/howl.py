@@ -134,7 +134,7 @@ def promised_tokens(trie: Trie, builder: TreeBuilder) -> float:
     """
     nodes = (
         trie.heaviest_path(builder.depth)
-        if builder.is_chain
+        if builder.traits.is_chain
         else trie.best_nodes(builder.depth, builder.budget)
     )
     return 1.0 + sum(trie.weights[node] for node in nodes[1:])

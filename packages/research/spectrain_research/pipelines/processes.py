@@ -99,7 +99,11 @@ def check_pipeline(
             "eval.pipeline: this drafter reads what the target computes, so it cannot draft "
             "ahead of it; use drafter=causal, universal or ngram"
         )
-    if not builder.is_chain or not builder.is_fixed or builder.children != "deterministic":
+    if (
+        not builder.traits.is_chain
+        or not builder.traits.is_fixed
+        or builder.children != "deterministic"
+    ):
         raise UserError(
             "eval.pipeline: runs are chains of one length; use tree=chain without tree.stop or "
             "tree.children"

@@ -23,6 +23,7 @@ from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
+from spectrain_research.shared.on_policy import find_on_policy
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -71,9 +72,7 @@ class PromptVariants(Causal):
             raise UserError(f"drafter.variants={chosen}: use {', '.join(VARIANTS)}, one or more")
         self.variants = chosen
         self.weights = weights
-        self.capabilities = replace(
-            self.capabilities, on_policy=None, scores_path_at_once=False, capture=None
-        )
+        self.capabilities = replace(self.capabilities, scores_path_at_once=False, capture=None)
         self.placeholder_id = target.vision.placeholder_id if target.vision.has_vision else -1
         self.readers: list[Causal] = []
         self.prompts: list[list[list[int]]] = []  # [R][B] the variants of every prompt
@@ -184,6 +183,9 @@ class PromptVariants(Causal):
             "drafter=prompt_variants: another process cannot draft ahead with it; leave out "
             "eval.overlap"
         )
+
+
+find_on_policy.register(PromptVariants, lambda drafter: None)
 
 
 class MeanRollout(Rollout):

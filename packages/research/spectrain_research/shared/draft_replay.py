@@ -9,17 +9,20 @@ each drafted token has its distance from the first wrong one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.features.batch import Batch, collate, pad_or_pack
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
+
+from .drawn_windows import WindowBatch
 
 if TYPE_CHECKING:
     from spectrain.decoding.generation import Generation
@@ -59,6 +62,27 @@ class BranchedAnswer:
             mask[end : end + size, num_visible:end] = False
             end += size
         return mask
+
+
+@dataclass(frozen=True)
+class BranchedBatch(Batch):
+    """A batch of answers with side branches."""
+
+    position_ids: Tensor = field(kw_only=True)  # [B, T] position of every token in its text
+    # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to.
+    visible: Tensor | tuple[Tensor, ...] = field(kw_only=True)
+
+    def plan_forward(self, plan: ForwardPlan) -> ForwardPlan:
+        """Return the plan with the positions and the mask of the branches."""
+        plan = super().plan_forward(plan)
+        return replace(plan, positions=self.position_ids, mask=self.visible)
+
+    def tensors_on(self, device: torch.device | str) -> dict[str, Any]:
+        """Return the fields that hold tensors, with those of each document."""
+        changes = super().tensors_on(device)
+        if isinstance(self.visible, tuple):
+            changes["visible"] = tuple(part.to(device) for part in self.visible)
+        return changes
 
 
 @dataclass(frozen=True)
@@ -263,27 +287,36 @@ def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool 
 
 def collate_branched(
     answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False
-) -> Batch:
+) -> BranchedBatch:
     """Collate answers with their branches into one batch, padded on the right or packed."""
     batch = collate_replays([answer.replay for answer in answers], packed, balanced)
     position_ids = pad_or_pack([torch.tensor(answer.position_ids) for answer in answers], packed)
+    visible: Tensor | tuple[Tensor, ...]
     if packed:
-        return replace(
-            batch,
-            position_ids=position_ids,
-            visible=tuple(answer.visibility[None] for answer in answers),
-        )
-    count = batch.tokens.shape[1]
-    # padding sees anything
-    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)
-    for row, answer in zip(visible, answers):
-        row[: len(answer.position_ids), : len(answer.position_ids)] = answer.visibility
-    return replace(batch, position_ids=position_ids, visible=visible)
+        visible = tuple(answer.visibility[None] for answer in answers)
+    else:
+        count = batch.tokens.shape[1]
+        # padding sees anything
+        visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)
+        for row, answer in zip(visible, answers):
+            row[: len(answer.position_ids), : len(answer.position_ids)] = answer.visibility
+    return BranchedBatch(
+        batch.tokens,
+        batch.loss_mask,
+        tokens_past_error=batch.tokens_past_error,
+        lengths=batch.lengths,
+        weight=batch.weight,
+        position_ids=position_ids,
+        visible=visible,
+    )
 
 
-def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:
+def collate_windows(windows: list[DraftWindow], packed: bool = False) -> WindowBatch:
     """Collate windows into one batch, padded on the right or packed."""
     batch = collate([window.example for window in windows], packed)
-    return replace(
-        batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed)
+    return WindowBatch(
+        batch.tokens,
+        batch.loss_mask,
+        lengths=batch.lengths,
+        advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed),
     )

@@ -60,7 +60,7 @@ class TreeSweep(EvalExtension):
             if name != "chain"
         ]
         for builder in builders:
-            candidate.rule.check_children(builder.children, builder.is_chain)
+            candidate.rule.check_children(builder.children, builder.traits.is_chain)
         drafter, rule = candidate.drafter, candidate.rule
         return [
             System(

@@ -101,7 +101,7 @@ class UnionDrafter(Drafter):
             )
         shared = copy.copy(builder)
         shared.seed = builder.seed + SEED_STEP * number
-        if not (builder.is_chain or builder.verifies_all):
+        if not (builder.traits.is_chain or builder.traits.verifies_all):
             count = len(self.inner)
             shared.budget = (
                 1 + (builder.budget - 1) // count + (number < (builder.budget - 1) % count)

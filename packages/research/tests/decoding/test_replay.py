@@ -94,9 +94,9 @@ def test_recorder_has_the_properties_of_its_builder(builder: TreeBuilder) -> Non
     looks at numbers.
     """
     recorder = DraftRecorder(builder)
-    for name in TreeBuilder.__annotations__.keys() - {"is_fixed"}:
+    for name in TreeBuilder.__annotations__.keys() - {"traits"}:
         assert getattr(recorder, name) == getattr(builder, name), name
-    assert not recorder.is_fixed
+    assert recorder.traits == replace(builder.traits, is_fixed=False)
     assert recorder.report_settings() == builder.report_settings()
 
 
@@ -301,9 +301,7 @@ def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed:
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
     result = [join_branches(item, rounds, 99) for item, rounds in zip(written, recorder.rounds)]
     batch = collate_branched(result, packed)
-    plan = ForwardPlan(
-        layers=("final",), positions=batch.position_ids, mask=batch.visible, lengths=batch.lengths
-    )
+    plan = batch.plan_forward(ForwardPlan(layers=("final",)))
     batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
     total = torch.zeros(())
     wrong = 0

@@ -184,7 +184,7 @@ def test_it_judges_beside_any_drafter(target: Target, judge: str, name: str, bui
     ]
     for generation in none:  # of a tree, the branch with the highest score
         assert all(
-            count == depth + 1 if builder.is_chain else count > 1 or not depth
+            count == depth + 1 if builder.traits.is_chain else count > 1 or not depth
             for count, depth in zip(generation.round_lengths, generation.depths)
         )
     rule = Judge(judge)

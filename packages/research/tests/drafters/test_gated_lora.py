@@ -898,7 +898,7 @@ def test_drafted_equals_greedy(
     )
     deepest = {depth for generation in generations for depth in generation.depths if depth}
     assert max(deepest) <= min(builder.depth, MASKS) and (
-        not builder.is_chain or deepest == {min(builder.depth, MASKS)}
+        not builder.traits.is_chain or deepest == {min(builder.depth, MASKS)}
     )
     assert recorder.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(
         builder

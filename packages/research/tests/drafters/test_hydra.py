@@ -21,7 +21,7 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
-from spectrain.trees.base import Prefix
+from spectrain.trees.base import Prefix, TreeTraits
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain_research.dyspec.builder import DySpec
 from spectrain_research.hydra.drafter import Hydra, _Path
@@ -55,7 +55,7 @@ class Probe(TreeBuilder):
     depth = HEADS
     budget = 16
     max_drafted = 16
-    drafts_by_level = False
+    traits = TreeTraits(drafts_by_level=False)
 
     def __init__(self, *levels: tuple[list[list[int]], list[list[int]]]) -> None:
         self.levels = levels  # tokens and parents of every call

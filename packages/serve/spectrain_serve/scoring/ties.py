@@ -99,7 +99,7 @@ def measure_gap(
     """Draft the first differing round of two answers again; return None where no single draft
     token is known to differ.
     """
-    if not builder.is_chain or pair.served_length is None or pair.own_length is None:
+    if not builder.traits.is_chain or pair.served_length is None or pair.own_length is None:
         return None
     context = pair.served.prompt + pair.served.output[: pair.start - 1]
     recorder = GapRecorder(builder)

@@ -1,0 +1,6 @@
+"""What the random numbers of ideas are for, beside the purposes of `spectrain.randomness`: the same
+keys never serve two purposes.
+"""
+
+JUDGED = 14
+TRAJECTORY = 22
