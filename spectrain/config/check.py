@@ -263,8 +263,9 @@ def describe_type(hint: Any) -> str:
 
 def suggest_setting(name: str, allowed_keys: Iterable[str]) -> str:
     """Name the setting that another library calls so, or else those with similar names."""
-    ours = OTHER_NAMES.get(name)
-    return f"write {ours}" if ours in allowed_keys else suggest_nearest(name, allowed_keys)
+    options = list(allowed_keys)
+    ours = OTHER_NAMES.get(name, "")
+    return f"write {ours}" if ours in options else suggest_nearest(name, options)
 
 
 def suggest_owner(group: str, key: str) -> str:
