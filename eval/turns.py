@@ -23,7 +23,7 @@ from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.models.energy import find_energy_reader
-from spectrain.output.console import make_console
+from spectrain.output.console import is_live, make_console
 from spectrain.training.metrics import Pace, format_duration
 
 ORACLE = "oracle"
@@ -109,7 +109,7 @@ class Interleaving:
         console = self.console
         self.pace = Pace(len(prompts))
         for first in track(
-            starts, "prompts", console=console, disable=not console.is_terminal, transient=True
+            starts, "prompts", console=console, disable=not is_live(console), transient=True
         ):
             start = time.perf_counter()
             self._decode_conversations(prompts[first : first + self.batch_size])
@@ -164,7 +164,7 @@ class Interleaving:
 
     def _print_progress(self, line: str) -> None:
         """Print a line now and then if there is no terminal for a progress bar."""
-        if not self.console.is_terminal and self.pace.is_due():
+        if not is_live(self.console) and self.pace.is_due():
             self.console.print(line, highlight=False)
 
     def _decode_conversations(self, prompts: Sequence[Prompt]) -> None:

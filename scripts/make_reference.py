@@ -28,7 +28,16 @@ from spectrain.config.signatures import SettingKey, list_keys
 SETTINGS_PAGE = "reference/settings.md"
 INTERFACE_PAGE = "reference/interface.md"
 # Methods that users call; the others serve drafters and the decoding loop.
-PUBLIC_METHODS = ("from_pretrained", "save_pretrained", "push_to_hub")
+PUBLIC_METHODS = (
+    "from_pretrained",
+    "save_pretrained",
+    "push_to_hub",
+    "on_step",
+    "on_metrics",
+    "on_validation",
+    "on_checkpoint",
+    "to_dict",
+)
 
 
 def on_files(files: Any, config: Any) -> Any:

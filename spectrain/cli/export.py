@@ -74,6 +74,16 @@ def export_command(
     return folder
 
 
+def write_card(directory: Path, name: str, run: Path) -> None:
+    """Write the model card README.md of a drafter directory that the hub gets as `name`; its
+    numbers are those of the run's evaluations."""
+    drafter = read_drafter(directory)
+    card = render_card(
+        drafter, detect_layout(read_files(directory)), resolve_target(drafter), name, run
+    )
+    (directory / "README.md").write_text(card)
+
+
 def refuse_links(folder: Path) -> None:
     """Raise a UserError for a link in a folder that is copied: it may lead to any file of this
     user.

@@ -4,14 +4,14 @@ command would compose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
@@ -20,40 +20,91 @@ from spectrain.config.build import register_resolvers
 from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
-from spectrain.data.messages import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.hub import push
+from spectrain.export.targets import TargetFiles
+from spectrain.models.bundled import SMOLLM2_NAME
 from spectrain.models.target import Target
+from spectrain.output.logs import redirect_output
 from spectrain.runs import train as training
+from spectrain.runs.callbacks import Callback
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_drafter, save_drafter
-from spectrain.runs.folder import find_drafter_directory, find_trained_target
+from spectrain.runs.folder import find_trained_target
 from spectrain.runs.server_scores import score_in_engine, score_server
 from spectrain.trees import TreeBuilder
 
+from .export import write_card
+from .locate import locate_drafter
 from .overrides import allow_new_keys, check_words, list_config_groups
+from .results import EvalResult, TrainResult
+from .rows import Prompt, store_conversations, to_chat, write_prompts
 
-Prompt = str | list[dict[str, str]]
-"""What a user says, or a chat of such messages as {"role": .., "content": ..}."""
+PLAIN_TYPES = (str, bool, int, float, os.PathLike, list, tuple, dict, type(None))
+"""Types of values that a setting may have."""
 
 
-def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
-    """Train a recipe's drafter and, unless eval="none", score it; return the run folder.
+def train(
+    recipe: str,
+    run: str | os.PathLike[str] | None = None,
+    *,
+    target: str | Target | None = None,
+    data: str | Iterable[Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> TrainResult:
+    """Train a recipe's drafter and, unless eval="none", score it; return the result, which is the
+    path of the run folder too.
 
-    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A
-    UserError reports a wrong setting, a RunError a failure in training.
+    `target` is a choice or a loaded target. `data` is a choice, a `datasets.Dataset`, or a list of
+    conversations; these are written to data/HASH.jsonl beside the run folder, where a resumed
+    training finds them. Settings are those of `spectrain train`: groups by keyword, dotted keys
+    through a dictionary. A UserError reports a wrong setting, a RunError a failure in training.
     """
-    with hydra_context():
-        spec = compose_spec({"recipe": recipe, **({} if run is None else {"run": run}), **settings})
-    folder = training.train_and_score(spec)
-    with hydra_context():
-        score_in_engine(spec, folder)
-    return folder
+    requested: dict[str, Any] = {"recipe": recipe}
+    if run is not None:
+        requested["run"] = Path(run)
+    if isinstance(target, Target):
+        requested |= name_target(target)
+        requested["target.dtype"] = str(target.dtype).removeprefix("torch.")
+    elif target is not None:
+        requested["target"] = target
+    if data is not None and not isinstance(data, str):
+        path = store_conversations(data, Path("runs") if run is None else Path(run).parent)
+        requested |= {"data": "jsonl", "data.path": path}
+    elif data is not None:
+        requested["data"] = data
+    with redirect_output():
+        with hydra_context():
+            spec = compose_spec({**requested, **settings})
+        loaded = target if isinstance(target, Target) and not is_changed(target, spec) else None
+        folder = training.train_and_score(spec, loaded, callbacks=callbacks)
+        with hydra_context():
+            score_in_engine(spec, folder)
+    return TrainResult.from_folder(folder, spec.evaluation_name if spec.eval else None)
+
+
+def name_target(target: Target) -> dict[str, Any]:
+    """Return the settings that load a target again."""
+    if target.name == "tiny" and Path(target.path) == TargetFiles("tiny").directory:
+        return {"target": "tiny"}
+    if target.name == SMOLLM2_NAME:
+        return {"target": "smollm2"}
+    return {"target": "hf", "target.model": target.path}
+
+
+def is_changed(target: Target, spec: RunSpec) -> bool:
+    """Tell whether settings ask for another target than the loaded one, or the drafter's training
+    changes it, so that it has to be loaded anew.
+    """
+    own = spec.target.settings.keys() - {"model", "dtype"}
+    drafter: Drafter = spec.drafter.build(target=target)
+    return bool(own) or drafter.capabilities.target_training is not None
 
 
 @contextmanager
@@ -68,6 +119,11 @@ def hydra_context() -> Iterator[None]:
 def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
     """Compose a command's configuration from settings; return it with the settings as words. Call
     it inside `hydra_context`."""
+    for key, value in settings.items():
+        if not isinstance(value, PLAIN_TYPES):
+            raise UserError(
+                f"{key}: a {type(value).__name__} is no setting; give a name, a number or a text"
+            )
     words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     check_words(command, words)
     groups = list_config_groups(words)
@@ -93,24 +149,29 @@ class PretrainedDrafter:
     rule: AcceptanceRule
     # What it was made of: its drafter, target, tree and acceptance.
     spec: RunSpec
+    # The folder that it was loaded from.
+    folder: Path
+
+    def __repr__(self) -> str:
+        return (
+            f"Drafter({self.spec.drafter.choice}, target={self.spec.target_name}, "
+            f"tree={self.spec.tree.choice}, {str(self.folder)!r})"
+        )
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, target: Target, **settings: Any
+        cls, name: str | os.PathLike[str], target: Target, **settings: Any
     ) -> PretrainedDrafter:
         """Load a drafter from a run folder, a drafter directory, an export, another project's
         checkpoint, or a hub repository of one of these; or load a drafter that ships with the
         package, by name.
 
-        Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}.
+        Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}. A UserError
+        says in one sentence what is no drafter.
         """
-        path = Path(name).expanduser()
-        if not path.exists() and find_drafter_directory(path) is None:
-            path = Path(snapshot_download(str(name)))
+        path = locate_drafter(name)
         with hydra_context():
-            requested, _ = compose_config(
-                "eval", {"run": path, "target": "hf", "target.model": target.path, **settings}
-            )
+            requested, _ = compose_config("eval", {"run": path, **name_target(target), **settings})
             spec, folder = resolve_eval_spec(requested)
         module = load_drafter(spec, folder, target)
         trained = find_trained_target(folder)
@@ -123,22 +184,26 @@ class PretrainedDrafter:
                 f"target {target.name}: this drafter belongs to the target in {trained}; load "
                 "that one"
             )
-        return cls(module, spec.tree.build(), spec.acceptance.build(), spec)
+        return cls(module, spec.tree.build(), spec.acceptance.build(), spec, path)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors."""
         save_drafter(Path(directory), self.module, self.spec)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
-        """Upload the drafter to a hub repository, which is created if it does not exist; return
-        its address.
+        """Upload the drafter with its model card to a hub repository, which is created if it does
+        not exist; return its address.
+
+        The card holds the scores in the folder that the drafter was loaded from.
         """
-        with TemporaryDirectory() as scratch:
-            self.save_pretrained(Path(scratch) / "drafter")
-            return push(Path(scratch) / "drafter", name, private)
+        with redirect_output(), TemporaryDirectory() as scratch:
+            directory = Path(scratch) / "drafter"
+            self.save_pretrained(directory)
+            write_card(directory, name, self.folder)
+            return push(directory, name, private)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """The result of decoding one prompt."""
 
@@ -146,6 +211,17 @@ class Answer:
     # The tokens of the answer, the stop token included.
     tokens: list[int]
     statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:60]}.."
+        return (
+            f"Answer({text!r}, {len(self.tokens)} tokens, "
+            f"{self.statistics['acceptance_length']:.2f} per forward)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values, which JSON holds."""
+        return {"text": self.text, "tokens": [*self.tokens], "statistics": {**self.statistics}}
 
     @classmethod
     def from_generation(cls, generation: Generation, target: Target) -> Answer:
@@ -208,35 +284,30 @@ def generate(
     return answers
 
 
-def to_chat(prompt: Prompt, location: str) -> list[dict[str, str]]:
-    """Return a text as the user's first message; raise a UserError for what is neither text nor
-    chat.
-    """
-    chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(chat, list) or not all(
-        isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in chat
-    ):
-        raise UserError(
-            f'{location}: it is no prompt; give a text, or messages [{{"role": .., "content": '
-            f"..}}, ..]"
-        )
-    for message in chat:
-        check_text(message["content"], location)
-    return chat
-
-
 def evaluate(
-    target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any
-) -> dict[str, Any]:
+    target: Target,
+    drafter: PretrainedDrafter,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    prompts: str | Iterable[Any] | None = None,
+    **settings: Any,
+) -> EvalResult:
     """Score a drafter by really decoding, with settings of the group eval, as in limit=20; return
-    the content of summary.json.
+    what was measured, which is the content of summary.json too.
 
-    If `out` names a folder, everything that `spectrain eval` writes goes there.
+    `prompts` is what `eval.prompts` takes, a list of texts or chats, or a `datasets.Dataset`. If
+    `out` names a folder, everything that `spectrain eval` writes goes there.
     """
-    with TemporaryDirectory() as scratch:
+    with redirect_output(), TemporaryDirectory() as scratch:
+        folder = Path(scratch if out is None else out)
         plain = {
-            key: str(value) if isinstance(value, Path) else value for key, value in settings.items()
+            key: str(value) if isinstance(value, os.PathLike) else value
+            for key, value in settings.items()
         }
+        if isinstance(prompts, (str, os.PathLike)):
+            plain["prompts"] = str(prompts)
+        elif prompts is not None:
+            plain["prompts"] = str(write_prompts(prompts, folder))
         evaluation = default_group("eval").with_settings(**plain).build()
         if evaluation.serve_in is not None:
             raise UserError(
@@ -252,17 +323,17 @@ def evaluate(
             "device": str(target.device),
         }
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
-        summary: dict[str, Any] = evaluation.score(
-            candidate, Path(scratch) if out is None else Path(out)
-        )
-        return summary
+        return EvalResult.from_summary(evaluation.score(candidate, folder))
 
 
 def evaluate_server(
-    server: str, url: str | None = None, run: str | Path | None = None, **settings: Any
-) -> dict[str, Any]:
-    """Score a running server, as `spectrain eval server=NAME server.url=URL` does; return the
-    content of summary.json.
+    server: str,
+    url: str | None = None,
+    run: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> EvalResult:
+    """Score a running server, as `spectrain eval server=NAME server.url=URL` does; return what was
+    measured, which is the content of summary.json too.
 
     With `run`, the drafter of a run folder, the server's rounds are compared with our own chain's.
     Settings are those of the command, as in target="tiny" and **{"eval.concurrency": [1, 4]}.
@@ -270,8 +341,8 @@ def evaluate_server(
     requested = {
         "server": server,
         **({} if url is None else {"server.url": url}),
-        **({} if run is None else {"run": run}),
+        **({} if run is None else {"run": Path(run)}),
     }
-    with hydra_context():
+    with redirect_output(), hydra_context():
         config, _ = compose_config("eval", {**requested, **settings})
-        return score_server(config)
+        return EvalResult.from_summary(score_server(config))

@@ -38,6 +38,19 @@ BOUND_TEXTS = {
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 # Keys of transformers that refer to code stored with the weights.
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
+# What TrainingArguments of transformers calls settings, and their names here.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "gradient_accumulation_steps": "accumulate",
+    "max_grad_norm": "clip",
+    "logging_steps": "log_every",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "save_total_limit": "keep_checkpoints",
+    "warmup_ratio": "warmup",
+    "resume_from_checkpoint": "resume",
+}
 # Of a value in a message.
 MAX_SHOWN_CHARACTERS = 300
 # Values of a list or a group in a file; the longest are the nodes of a fixed tree, 4096.
@@ -110,7 +123,7 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
     if name not in allowed_keys:
         raise UserError(
             f"{full}: there is no such key; "
-            f"{suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}"
+            f"{suggest_owner(group, name) or suggest_setting(name, allowed_keys)}"
         )
     if value == "" and allowed_keys[name].default != "":
         raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
@@ -246,6 +259,13 @@ def describe_type(hint: Any) -> str:
         if isinstance(hint, type) and origin is None
         else str(hint).replace("typing.", "")
     )
+
+
+def suggest_setting(name: str, allowed_keys: Iterable[str]) -> str:
+    """Name the setting that another library calls so, or else those with similar names."""
+    options = list(allowed_keys)
+    ours = OTHER_NAMES.get(name, "")
+    return f"write {ours}" if ours in options else suggest_nearest(name, options)
 
 
 def suggest_owner(group: str, key: str) -> str:

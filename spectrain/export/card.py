@@ -18,6 +18,7 @@ from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
 
 from .layout import DrafterCheckpoint, Layout
+from .native import PYTHON_TITLE
 from .table import list_packages
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
@@ -301,7 +302,10 @@ def make_launches(
 def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> list[str]:
     """Return the own command of every engine, as lines of a card."""
     commands = {
-        name: engine_commands(ENGINES[name], launch, target) for name, launch in launches.items()
+        name: engine_commands(ENGINES[name], launch, target)
+        for name, launch in launches.items()
+        # This project's engine is in a package of its own.
+        if name in ENGINES
     }
     return [
         line
@@ -412,7 +416,7 @@ def serve_section(
             f"target.model={drafter_path}"
         )
     lines = ["## Serve", ""]
-    if not launches and len(commands) == 1:
+    if not launches and commands.keys() <= {"spectrain", PYTHON_TITLE}:
         lines += ["No engine serves this family; spectrain decodes with it.", ""]
     lines += format_commands(launches, target)
     lines += [line for title, code in commands.items() for line in format_block(title, code)]

@@ -36,7 +36,7 @@ from .layout import (
     RefusedSettings,
 )
 from .table import list_packages
-from .targets import TargetFiles
+from .targets import BUNDLED_TARGETS, TargetFiles
 from .vocabulary import check_vocabulary
 
 ARCHITECTURE_SIZES = (
@@ -50,6 +50,10 @@ ARCHITECTURE_SIZES = (
 """Keys of an `architecture` that needs no target."""
 CHAIN_TOKENS = 3
 """Tokens that this project's engine drafts in a round when it serves."""
+
+
+PYTHON_TITLE = "spectrain in Python"
+"""Heading of the lines of Python that decode with a drafter of this layout."""
 
 
 class NativeLayout(Layout):
@@ -107,6 +111,18 @@ class NativeLayout(Layout):
         self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
     ) -> dict[str, DrafterLaunch]:
         return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
+
+    def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
+        spec = GroupSpec.from_node("target", drafter.description.get("target"))
+        name = spec.choice if spec.choice in BUNDLED_TARGETS else target
+        lines = [
+            "import spectrain",
+            "",
+            f'target = spectrain.Target.from_pretrained("{name}")',
+            f'drafter = spectrain.Drafter.from_pretrained("{path}", target)',
+            'spectrain.generate(target, drafter, ["What is a bee?"])',
+        ]
+        return {PYTHON_TITLE: "\n".join(lines)}
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
         spec = files.read_group("target")

@@ -96,6 +96,11 @@ class Target(ModelParts):
         target: Target = load(**settings)
         return target
 
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Target({self.name!r}, {kind}, {self.num_layers} layers, {dtype}, {self.device})"
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer."""

@@ -4,13 +4,16 @@ characters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
+from .logs import LogStream
 from .text import clean_text, escape_controls
 
 
@@ -30,5 +33,15 @@ class PlainConsole(Console):
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console that prints texts as they are."""
-    return PlainConsole(**{"markup": False, "emoji": False, **options})
+    """Return a console that prints texts as they are; where output is logged, as plain lines."""
+    plain: dict[str, Any] = {"markup": False, "emoji": False}
+    if isinstance(sys.stdout, LogStream):
+        plain |= {"force_terminal": False, "force_jupyter": False}
+    return PlainConsole(**{**plain, **options})
+
+
+def is_live(console: Console) -> bool:
+    """Tell whether a console can draw a progress bar anew: on a terminal, or in a notebook that has
+    the widgets for it.
+    """
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
-from spectrain.output.console import make_console
+from spectrain.output.console import is_live, make_console
 from spectrain.training.metrics import Pace
 
 
@@ -28,7 +28,7 @@ class WritingProgress:
         self.num_open = 0
         self.num_finished = self._count_finished()
         self.console = make_console()
-        self.is_live = enabled and self.console.is_terminal
+        self.is_live = enabled and is_live(self.console)
         self.bar = Bar(
             TextColumn("regenerating"),
             BarColumn(),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
@@ -32,6 +33,7 @@ from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
+from .callbacks import Callback, CallbackTracker
 from .drafters import apply_init_shape, init_drafter, save_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
@@ -67,15 +69,19 @@ class TrainedRun:
 
 
 def train_and_score(
-    spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None
+    spec: RunSpec,
+    target: Target | None = None,
+    dataset: Dataset | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Train the drafter that `spec` names, score it unless eval=none, and return the run folder.
 
-    `target` and `dataset` may be passed if they are loaded already.
+    `target` and `dataset` may be passed if they are loaded already. `callbacks` hear of the
+    training.
     """
     spec = apply_init_shape(spec).with_default_tree()
     with ExitStack() as stack:
-        trained = train(spec, stack, target, dataset)
+        trained = train(spec, stack, target, dataset, callbacks)
         if trained.inputs is None:
             score_finished(spec, trained)
         elif trained.inputs.evaluation is not None:
@@ -85,7 +91,11 @@ def train_and_score(
 
 
 def train(
-    spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Dataset | None
+    spec: RunSpec,
+    stack: ExitStack,
+    target: Target | None,
+    dataset: Dataset | None,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainedRun:
     """Train the drafter unless the run folder holds it already. All input is read before anything
     is written.
@@ -99,7 +109,9 @@ def train(
         if accelerator.is_main_process and (run / "config.yaml").exists():
             check_settings(run, spec)
         return TrainedRun(run, accelerator)
-    tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
+    is_main = accelerator.is_main_process
+    tracker: Tracker | None = spec.tracker.build() if is_main else None
+    called = CallbackTracker(tracker, callbacks) if callbacks and is_main else None
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
     if accelerator.is_main_process:
@@ -107,10 +119,16 @@ def train(
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
+    tracker = stack.enter_context(track_run(called or tracker, run, spec.to_nodes(), step=step))
     try:
         result = trainer.fit(
-            inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker
+            inputs.drafter,
+            inputs.target,
+            inputs.dataset,
+            inputs.source,
+            run,
+            tracker,
+            None if called is None else called.record_step,
         )
     finally:
         message = inputs.source.close()

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from spectrain.files import explain_failed_write, write_text
-from spectrain.output.console import make_console
+from spectrain.output.console import is_live, make_console
 from spectrain.output.text import mask_settings
 
 RunKind = Literal["train", "eval", "compare"]
@@ -165,7 +165,7 @@ class TrainingProgress:
         self.first_step = step
         self.is_enabled = enabled
         self.console = make_console()
-        self.is_live = enabled and self.console.is_terminal
+        self.is_live = enabled and is_live(self.console)
         self.bar = Bar(
             TextColumn("training"),
             BarColumn(),

@@ -371,6 +371,16 @@ def test_python_says_the_same(tiny: Target) -> None:
             lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}),
             "trainer.lr=nan: use a finite number",
         ),
+        (
+            lambda: spectrain.train("medusa1", target="tiny", **{"trainer.learning_rate": 1e-4}),
+            "trainer.learning_rate: there is no such key; write lr",
+        ),
+        (lambda: spectrain.train("medusa1", tree=tiny), "tree: a Target is no setting"),
+        (
+            lambda: spectrain.train("medusa1", target=tiny, data=[[{"role": "user"}]]),
+            r"data\[0\]: message 1",
+        ),
+        (lambda: spectrain.evaluate(tiny, no_drafter, prompts=[]), "prompts: there is none"),
         (lambda: spectrain.train("medusa0"), "recipe=medusa0: there is no such choice"),
         (
             lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}),
