@@ -18,6 +18,7 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import FORMATS
 
 from .help import COMMANDS, command_keys
+from .run_table import SORT_KEYS
 
 # Follows a complete word.
 WORD_END = " "
@@ -78,6 +79,10 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
         return [shell + WORD_END for shell in SHELL_SCRIPTS] if not rest else []
     if name == "recipes":
         return [recipe + WORD_END for recipe in choice_files("recipe", conf_folders(rest))]
+    if name == "runs" and "=" in word:
+        return [f"sort={column}{WORD_END}" for column in SORT_KEYS]
+    if name == "runs":
+        return ["sort=", *path_words("", word, folders=True)]
     if previous == "--to":
         return [layout + WORD_END for layout in FORMATS]
     if previous == "--target":

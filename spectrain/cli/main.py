@@ -310,6 +310,7 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "lint": call_with_keys("cli.export.lint_command", "run", "target"),
     "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
+    "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }
