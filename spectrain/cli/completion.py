@@ -19,6 +19,7 @@ from spectrain.export.layouts import FORMATS
 
 from .help import COMMANDS, command_keys
 from .run_table import SORT_KEYS
+from .settings_file import SUFFIXES
 
 # Follows a complete word.
 WORD_END = " "
@@ -83,6 +84,9 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
         return [f"sort={column}{WORD_END}" for column in SORT_KEYS]
     if name == "runs":
         return ["sort=", *path_words("", word, folders=True)]
+    if COMMANDS[name].takes_file and not rest and word and "=" not in word:
+        paths = path_words("", word)
+        return [path for path in paths if path.rstrip().endswith(("/", *SUFFIXES))]
     if previous == "--to":
         return [layout + WORD_END for layout in FORMATS]
     if previous == "--target":

@@ -18,6 +18,7 @@ from spectrain.config.commands import (
     add_installed_tasks,
     read_command,
     read_command_run,
+    set_settings_file,
 )
 from spectrain.output.streams import clean_output
 
@@ -62,6 +63,7 @@ def dispatch_command(arguments: list[str]) -> None:
 
     from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
     from .overrides import check_drafters, check_words, to_settings
+    from .settings_file import split_settings_file
 
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
@@ -83,15 +85,22 @@ def dispatch_command(arguments: list[str]) -> None:
         if (missing := explain_missing("command.", name, f"`spectrain {name}`")) is not None:
             raise UserError(missing)
         raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
+    file, words = split_settings_file(name, words)
+    set_settings_file(file)
+    of_file = [] if file is None else [*file.words]
     if any(word in HELP_WORDS[:2] for word in words):
         return print(
             explain_command(
-                name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])
+                name,
+                [
+                    *of_file,
+                    *to_settings(name, [word for word in words if word not in HELP_WORDS[:2]]),
+                ],
             )
         )
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
-    words = to_settings(name, words)
+    words = [*of_file, *to_settings(name, words)]
     check_words(name, words)
     check_drafters(name, words)
     compose_and_call(config, COMMAND_TASKS[name], words)
