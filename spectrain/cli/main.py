@@ -24,6 +24,8 @@ from spectrain.output.streams import clean_output
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 
+PRINT_CONFIG = "--print-config"
+
 
 def main() -> None:
     """Run the command in sys.argv; a mistake in the settings never shows a traceback."""
@@ -100,10 +102,12 @@ def dispatch_command(arguments: list[str]) -> None:
         )
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
+    prints = name == "train" and PRINT_CONFIG in words
+    words = [word for word in words if not (prints and word == PRINT_CONFIG)]
     words = [*of_file, *to_settings(name, words)]
     check_words(name, words)
     check_drafters(name, words)
-    compose_and_call(config, COMMAND_TASKS[name], words)
+    compose_and_call(config, print_settings if prints else COMMAND_TASKS[name], words)
 
 
 def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
@@ -221,6 +225,10 @@ def plan_command(config: Any) -> None:
     lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
     spec, settings = read_command_run(config, "plan")
     settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+
+
+def print_settings(config: Any) -> None:
+    lazy_import("cli.print_config.print_config")(config)
 
 
 def train_command(config: Any) -> None:

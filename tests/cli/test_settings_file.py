@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.cli.print_config import format_settings
 from spectrain.cli.settings_file import split_settings_file
 from spectrain.config.build import register_resolvers
 from spectrain.config.command_only import list_command_only
@@ -115,3 +117,11 @@ def test_the_settings_of_a_run_folder_are_a_settings_file(file: Path) -> None:
     saved, _ = split_settings_file("train", ["config.yaml"])
     assert saved is not None and "recipe=eagle3" in saved.words
     assert {"trainer.max_steps=7", "tree=chain", "data.path='chats.jsonl'"} <= {*saved.words}
+
+
+def test_every_setting_is_printed_with_its_layer(file: Path) -> None:
+    lines = [*format_settings(read_spec("trainer.max_steps=9"))]
+    rows = [" ".join(line.split()) for line in lines]
+    assert {"max_steps: 9 # command", "lr: 0.001 # file", 'choice: "chain" # file'} <= {*rows}
+    printed = yaml.safe_load("\n".join(lines))
+    assert printed["run"] == "runs/mine" and printed["data"]["path"] == "chats.jsonl"
