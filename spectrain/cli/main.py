@@ -25,6 +25,7 @@ from spectrain.output.streams import clean_output
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 
 PRINT_CONFIG = "--print-config"
+DRY_RUN = "--dry-run"
 
 
 def main() -> None:
@@ -103,10 +104,14 @@ def dispatch_command(arguments: list[str]) -> None:
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
     prints = name == "train" and PRINT_CONFIG in words
-    words = [word for word in words if not (prints and word == PRINT_CONFIG)]
+    is_dry = name == "train" and DRY_RUN in words and not prints
+    if name == "train":
+        words = [word for word in words if word not in (PRINT_CONFIG, DRY_RUN)]
     words = [*of_file, *to_settings(name, words)]
     check_words(name, words)
     check_drafters(name, words)
+    if is_dry:
+        return compose_and_call("plan", dry_run_command, words)
     compose_and_call(config, print_settings if prints else COMMAND_TASKS[name], words)
 
 
@@ -229,6 +234,11 @@ def plan_command(config: Any) -> None:
 
 def print_settings(config: Any) -> None:
     lazy_import("cli.print_config.print_config")(config)
+
+
+def dry_run_command(config: Any) -> None:
+    spec, settings = read_command_run(config, "plan")
+    lazy_import("cli.dry_run.dry_run")(spec, settings["plan"])
 
 
 def train_command(config: Any) -> None:
