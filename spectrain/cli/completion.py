@@ -19,6 +19,8 @@ from spectrain.export.layouts import FORMATS
 from spectrain.models.published import MODELS
 
 from .help import COMMANDS, command_keys
+from .run_table import SORT_KEYS
+from .settings_file import SUFFIXES
 
 # Follows a complete word.
 WORD_END = " "
@@ -79,6 +81,13 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
         return [shell + WORD_END for shell in SHELL_SCRIPTS] if not rest else []
     if name == "recipes":
         return [recipe + WORD_END for recipe in choice_files("recipe", conf_folders(rest))]
+    if name == "runs" and "=" in word:
+        return [f"sort={column}{WORD_END}" for column in SORT_KEYS]
+    if name == "runs":
+        return ["sort=", *path_words("", word, folders=True)]
+    if COMMANDS[name].takes_file and not rest and word and "=" not in word:
+        paths = path_words("", word)
+        return [path for path in paths if path.rstrip().endswith(("/", *SUFFIXES))]
     if previous == "--to":
         return [layout + WORD_END for layout in FORMATS]
     if previous == "--target":

@@ -18,10 +18,14 @@ from spectrain.config.commands import (
     add_installed_tasks,
     read_command,
     read_command_run,
+    set_settings_file,
 )
 from spectrain.output.streams import clean_output
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
+
+PRINT_CONFIG = "--print-config"
+DRY_RUN = "--dry-run"
 
 
 def main() -> None:
@@ -62,6 +66,7 @@ def dispatch_command(arguments: list[str]) -> None:
 
     from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
     from .overrides import check_drafters, check_words, to_settings
+    from .settings_file import split_settings_file
 
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
@@ -83,18 +88,31 @@ def dispatch_command(arguments: list[str]) -> None:
         if (missing := explain_missing("command.", name, f"`spectrain {name}`")) is not None:
             raise UserError(missing)
         raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
+    file, words = split_settings_file(name, words)
+    set_settings_file(file)
+    of_file = [] if file is None else [*file.words]
     if any(word in HELP_WORDS[:2] for word in words):
         return print(
             explain_command(
-                name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])
+                name,
+                [
+                    *of_file,
+                    *to_settings(name, [word for word in words if word not in HELP_WORDS[:2]]),
+                ],
             )
         )
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
-    words = to_settings(name, words)
+    prints = name == "train" and PRINT_CONFIG in words
+    is_dry = name == "train" and DRY_RUN in words and not prints
+    if name == "train":
+        words = [word for word in words if word not in (PRINT_CONFIG, DRY_RUN)]
+    words = [*of_file, *to_settings(name, words)]
     check_words(name, words)
     check_drafters(name, words)
-    compose_and_call(config, COMMAND_TASKS[name], words)
+    if is_dry:
+        return compose_and_call("plan", dry_run_command, words)
+    compose_and_call(config, print_settings if prints else COMMAND_TASKS[name], words)
 
 
 def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
@@ -214,6 +232,15 @@ def plan_command(config: Any) -> None:
     settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
 
 
+def print_settings(config: Any) -> None:
+    lazy_import("cli.print_config.print_config")(config)
+
+
+def dry_run_command(config: Any) -> None:
+    spec, settings = read_command_run(config, "plan")
+    lazy_import("cli.dry_run.dry_run")(spec, settings["plan"])
+
+
 def train_command(config: Any) -> None:
     spec, _ = read_command_run(config)
     folder = lazy_import("runs.train.train_and_score")(spec)
@@ -310,6 +337,7 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "lint": call_with_keys("cli.export.lint_command", "run", "target"),
     "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
+    "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }

@@ -28,11 +28,13 @@ from .missing import explain_missing
 from .parts import add_parts
 from .signatures import list_keys
 
-Layer = Literal["default", "config", "recipe", "run", "command"]
+Layer = Literal["default", "config", "recipe", "run", "file", "command"]
 # Who sets a value; a later layer replaces what an earlier one set. "default" is the constructor's,
-# "config" is what conf/ chooses, and "run" is a file that the command names.
+# "config" is what conf/ chooses, "run" is what a run folder or a drafter directory
+# holds, and "file" is a settings file that the command names.
 LAYERS: tuple[Layer, ...] = typing.get_args(Layer)
 RUN: Layer = "run"
+FILE_LAYERS: tuple[Layer, ...] = (RUN, "file")
 
 
 def register_resolvers(device: str = "auto") -> None:
@@ -72,7 +74,7 @@ class GroupSpec:
     # Name of a setting, or "choice" -> the layer that set it; settings that no layer set are the
     # constructor's defaults.
     layers: Mapping[str, Layer] = field(default_factory=dict, compare=False)
-    # The file or the folder of the layer "run".
+    # The file or the folder of the layer "run" or "file".
     file: str | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
@@ -171,7 +173,7 @@ class GroupSpec:
         names it.
         """
         names_download = any(
-            self.get(key) is not None and self.find_layer(key) == RUN
+            self.get(key) is not None and self.find_layer(key) in FILE_LAYERS
             for key in list_downloaded(self.group)
         )
         return self.file if names_download else None

@@ -36,12 +36,23 @@ class Command:
     stands: dict[str, str] = field(default_factory=dict)
     # Keys of positional words.
     places: list[str] = field(default_factory=list)
+    # Whether the first word may be a settings file.
+    takes_file: bool = False
     # The key of the drafter that the command reads unless drafter=CHOICE is given.
     drafter: str | None = None
     # Setting that is implied -> groups, any of which replaces it.
     implied: dict[str, list[str]] = field(default_factory=dict)
     # The command after which lists show a command of an installed package.
     after: str | None = None
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """A settings file that a command names: a layer below the command's own words."""
+
+    path: Path
+    # Its settings as words, without those that the command replaces.
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,21 @@ def read_command_run(config: Any, *keys: str) -> tuple[RunSpec, dict[str, Any]]:
     from .spec import read_run
 
     recipe = HydraConfig.get().runtime.choices.get("recipe")
-    return read_run(config, keys, command_words(), recipe)
+    file = next(iter(_settings_file), None)
+    return read_run(config, keys, command_words(), recipe, file=file)
+
+
+_settings_file: list[SettingsFile] = []
+"""The settings file of the command that runs, or none."""
+
+
+def set_settings_file(file: SettingsFile | None) -> None:
+    """Set the settings file of the command that runs."""
+    _settings_file[:] = [] if file is None else [file]
 
 
 def command_words() -> list[str]:
-    """Return the words of the command that hydra runs."""
+    """Return the words of the command that hydra runs, those of its settings file first."""
     from hydra.core.hydra_config import HydraConfig
 
     return [*HydraConfig.get().overrides.task]

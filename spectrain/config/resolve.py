@@ -1,9 +1,9 @@
 """The one merge of settings, which remembers the layer that sets each value.
 
 A later layer replaces what an earlier one sets: the constructor's defaults, the choices of conf/,
-the recipe, the files of a run, and the command. Hydra composes conf/, the recipe and the command;
-what it composed is taken apart again by the words of the command, and the run's settings go
-between.
+the recipe, the files of a run, a settings file, and the command. Hydra composes conf/, the recipe,
+the settings file and the command; what it composed is taken apart again by the words of the last
+two, and the run's settings go between.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from .build import GroupSpec, Layer, to_containers
 from .check import check_config
 from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
+from .commands import SettingsFile
 
 Layers = dict[str, dict[str, Layer]]
 """Group -> name of a setting, or "choice" -> the layer that sets it."""
@@ -41,18 +42,19 @@ def resolve(
     words: Iterable[str] | None = (),
     recipe: str | None = None,
     lower: LowerLayers | None = None,
+    file: SettingsFile | None = None,
 ) -> dict[str, Any]:
     """Return a command's checked settings by key: groups as GroupSpec, other keys as plain values.
 
     All that is composed counts as the command's where its `words` are None, as for a command whose
-    groups are null in conf/. With `lower` layers the configuration is of plain containers. A
-    UserError names the key that is wrong.
+    groups are null in conf/. The words of a settings `file` are among them. With `lower` layers the
+    configuration is of plain containers. A UserError names the key that is wrong.
     """
     allowed_keys = list(allowed_keys)
-    origin = None
+    origin = None if file is None else file.path
     if lower is None:
         checked = check_config(config, allowed_keys)
-        layers = find_layers(checked, words, recipe)
+        layers = find_layers(checked, words, recipe, file)
     else:
         composed, requested = split_command(config, words)
         merged, layers = merge_layers(
@@ -83,9 +85,13 @@ def find_named_keys(words: Iterable[str]) -> dict[str, set[str]]:
 
 
 def find_layers(
-    config: Mapping[str, Any], words: Iterable[str] | None, recipe: str | None
+    config: Mapping[str, Any],
+    words: Iterable[str] | None,
+    recipe: str | None,
+    file: SettingsFile | None = None,
 ) -> Layers:
     """Return the layers of a composed configuration, which no run has settings for."""
+    of_file = find_named_keys(() if file is None else file.words)
     named = None if words is None else find_named_keys(words)
     path = choice_files("recipe", list_folders()).get(recipe) if recipe else None
     values = load_yaml(path) if path is not None else {}
@@ -102,6 +108,7 @@ def find_layers(
             of_recipe = [*values.get(group, {}), *(["choice"] if group in changed else [])]
             own |= dict.fromkeys(of_recipe, "recipe")
             own |= dict.fromkeys(named.get(group, ()), "command")
+            own |= dict.fromkeys(of_file.get(group, ()), "file")
         layers[str(group)] = own
     return layers
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from .build import GroupSpec, to_containers
+from .commands import SettingsFile
 from .plain_files import read_yaml
 from .resolve import LowerLayers, resolve
 from .saved import parse_groups
@@ -100,7 +101,7 @@ class RunSpec:
         """Return the spec with the fastest tree of this machine scored first, unless the command
         itself names a tree.
         """
-        has_tree = self.tree.layer == "command"
+        has_tree = self.tree.layer in ("file", "command")
         # The run's own setting was for the tree that the run names.
         is_open = has_tree and self.eval.find_layer("measured") == "run"
         if not self.eval or ("measured" in self.eval.settings and not is_open):
@@ -132,13 +133,14 @@ def read_run(
     overrides: Iterable[str] | None = (),
     recipe: str | None = None,
     lower: LowerLayers | None = None,
+    file: SettingsFile | None = None,
 ) -> tuple[RunSpec, dict[str, Any]]:
     """Return the checked settings of a run, and those of a command's own `keys`; `resolve` says
     what the layers are.
     """
     words = None if overrides is None else tuple(overrides)
     recipe = recipe or config.get("recipe_name")
-    settings = resolve(config, (*RUN_KEYS, *keys), words, recipe, lower)
+    settings = resolve(config, (*RUN_KEYS, *keys), words, recipe, lower, file)
     own = {key: settings.pop(key, None) for key in keys}
     if recipe is not None:
         settings["recipe_name"] = recipe

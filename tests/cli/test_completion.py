@@ -199,3 +199,13 @@ def test_other_shells_read_their_script(shell: str, words: list[str], tmp_path: 
         [*words, str(tmp_path / "script")], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_settings_files_are_offered(folder: Path) -> None:
+    (folder / "data" / "my.yaml").touch()
+    assert complete("train", "data/") == ["data/more/", "data/my.yaml"]
+
+
+def test_columns_and_folders_of_runs_are_offered(folder: Path) -> None:
+    assert complete("runs", "sort=s") == ["sort=speedup", "sort=state"]
+    assert complete("runs", "ru") == ["runs/"]

@@ -103,4 +103,4 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_layers_are_in_the_order_in_which_they_win() -> None:
-    assert LAYERS == ("default", "config", "recipe", "run", "command")
+    assert LAYERS == ("default", "config", "recipe", "run", "file", "command")

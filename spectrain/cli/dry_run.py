@@ -1,0 +1,44 @@
+"""`spectrain train --dry-run`: loads and checks what a training reads, plans it, and shows samples
+with their loss masks. It trains and writes nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.spec import RunSpec
+from spectrain.data.inspect import format_example, format_legend
+from spectrain.output.console import make_console
+from spectrain.planning.plan import Plan
+from spectrain.runs.drafters import apply_init_shape
+from spectrain.runs.train import check_is_new
+
+NUM_SAMPLES = 3
+
+
+def dry_run(spec: RunSpec, plan: Any) -> None:
+    """Print the plan of a training and its first samples; a mistake ends as in the training."""
+    spec = apply_init_shape(spec)
+    if spec.run is not None and spec.trainer.get("resume") is None:
+        check_is_new(Path(spec.run))
+    # Hours need timed steps, which are `spectrain plan`'s.
+    planner: Plan = plan.with_settings(calibrate=False).build()
+    planner.run(spec)
+    reader = spec.data.build()
+    reader.load_conversations()
+    evaluation = spec.eval.build()
+    target = spec.target.build()
+    if evaluation is not None:
+        evaluation.check_prompts(target)
+    dataset = reader.make_dataset(target.template, target.vision)
+    console = make_console(highlight=False)
+    console.print(dataset.summary_line() + reader.describe_omissions(), soft_wrap=True)
+    console.print(format_legend())
+    for number, example in enumerate(islice(dataset.examples, NUM_SAMPLES), 1):
+        console.rule(
+            f"sample {number}: {sum(example.mask)} supervised of {len(example.tokens)} tokens"
+        )
+        console.print(format_example(example, target.tokenizer))
+    console.rule("nothing was trained or written")

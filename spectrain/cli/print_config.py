@@ -1,0 +1,36 @@
+"""`spectrain train --print-config`: every setting of a training with the layer that sets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from spectrain.config.commands import read_command_run
+from spectrain.config.spec import GROUPS, RunSpec
+
+
+def print_config(config: Any) -> None:
+    """Print the resolved settings of a training, and train nothing."""
+    print("\n".join(format_settings(read_command_run(config)[0])))
+
+
+def format_settings(spec: RunSpec) -> Iterator[str]:
+    """Yield a line of YAML for each setting, with its layer as a comment; empty groups are left
+    out.
+    """
+    for group in GROUPS:
+        node = getattr(spec, group)
+        if not node:
+            continue
+        yield f"{group}:"
+        yield format_line("choice", node.choice, node.find_layer("choice"))
+        for key, value in node.with_defaults().items():
+            yield format_line(key, value, node.find_layer(key))
+    yield f"run: {json.dumps(spec.run, ensure_ascii=False)}"
+
+
+def format_line(key: str, value: Any, layer: str) -> str:
+    """Return one setting; a value that is no JSON, as a type of the constructor, is its text."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{f'  {key}: {text}':50}  # {layer}"
