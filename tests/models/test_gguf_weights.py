@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from spectrain.drafters.layers.small_models import load_model_files
 from spectrain.errors import UserError
-from spectrain.models import bundled, gguf_weights, loading
+from spectrain.models import bundled, gguf_header, gguf_weights, loading
 from spectrain.models.bundled import convert_gguf, load_gguf_network
 from spectrain.models.loading import load_hf
 from tests.models.checkpoints import save_gguf_file
@@ -35,7 +35,7 @@ def test_weights_are_written_in_the_type_that_is_computed_in(
     directory = convert_gguf(gguf_file, dtype)
     weights = load_file(directory / "model.safetensors")
     expected = bundled.load_by_transformers(
-        bundled.read_gguf_header(gguf_file),
+        gguf_header.read_gguf_header(gguf_file),
         torch.float32,
         "target.model",
     )
@@ -51,7 +51,7 @@ def test_weights_are_written_in_the_type_that_is_computed_in(
 
 def test_pieces_make_the_same_tensor(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a piece; a Llama's heads are moved within a tensor, so it has one."""
-    tensors = [tensor for tensor in bundled.read_gguf_header(gguf_file).tensors]
+    tensors = [tensor for tensor in gguf_header.read_gguf_header(gguf_file).tensors]
     largest = max(tensors, key=lambda tensor: tensor.num_bytes)
     monkeypatch.setattr(gguf_weights, "PIECE_VALUES", 256)
     parts = gguf_weights.list_parts(largest, in_pieces=True)
@@ -72,7 +72,7 @@ def test_what_is_not_read_here_is_read_by_transformers(
     directory = convert_gguf(gguf_file, torch.bfloat16)
     expected = load_file(directory / "model.safetensors")
     shutil.rmtree(directory)
-    monkeypatch.setattr(bundled, "is_read_here", lambda header, network: False)
+    monkeypatch.setattr(gguf_weights, "is_read_here", lambda header, network: False)
     weights = load_file(convert_gguf(gguf_file, torch.bfloat16) / "model.safetensors")
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
@@ -128,7 +128,7 @@ def test_too_little_disk_leaves_nothing_behind(
 
 
 def test_keys_are_those_of_the_library(gguf_file: Path) -> None:
-    header = bundled.read_gguf_header(gguf_file)
+    header = gguf_header.read_gguf_header(gguf_file)
     reader = gguf.GGUFReader(gguf_file)
     for key, entry in header.fields.items():
         theirs = reader.fields[key]
