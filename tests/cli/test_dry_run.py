@@ -1,0 +1,39 @@
+"""`spectrain train --dry-run` checks, plans and shows, and leaves nothing behind."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from spectrain.cli.main import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["spectrain", "train", *words, "--dry-run"])
+    main()
+
+
+def test_samples_are_shown_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan comes before three samples, and the folder stays empty."""
+    monkeypatch.chdir(tmp_path)
+    run(monkeypatch, "recipe=medusa1", "target=tiny", "data.limit=4", "eval=none", "run=new")
+    printed = capsys.readouterr().out
+    assert [printed.count(f"sample {number}: ") for number in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert printed.index("GB") < printed.index("sample 1: ")
+    assert "nothing was trained or written" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_ends_as_in_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that holds a run is refused before anything is loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("recipe_name: medusa1\n")
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "recipe=medusa1", "target=tiny", "eval=none", "run=old")
+    assert stopped.value.code == 2
+    assert "old" in capsys.readouterr().err
