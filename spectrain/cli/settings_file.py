@@ -14,8 +14,8 @@ from typing import Any
 
 from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.command_only import find_command_only
-from spectrain.config.commands import SettingsFile
 from spectrain.config.plain_files import read_yaml
+from spectrain.config.settings_file import SettingsFile
 from spectrain.errors import UserError
 
 from .help import COMMANDS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .choices import load_yaml
 from .installed import load_entry_points
+from .settings_file import SettingsFile
 
 if TYPE_CHECKING:
     from .spec import RunSpec
@@ -44,15 +45,6 @@ class Command:
     implied: dict[str, list[str]] = field(default_factory=dict)
     # The command after which lists show a command of an installed package.
     after: str | None = None
-
-
-@dataclass(frozen=True)
-class SettingsFile:
-    """A settings file that a command names: a layer below the command's own words."""
-
-    path: Path
-    # Its settings as words, without those that the command replaces.
-    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from .build import GroupSpec, Layer, to_containers
 from .check import check_config
 from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
-from .commands import SettingsFile
+from .settings_file import SettingsFile
 
 Layers = dict[str, dict[str, Layer]]
 """Group -> name of a setting, or "choice" -> the layer that sets it."""

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from .build import GroupSpec, to_containers
-from .commands import SettingsFile
 from .plain_files import read_yaml
 from .resolve import LowerLayers, resolve
 from .saved import parse_groups
+from .settings_file import SettingsFile
 
 
 @dataclass(frozen=True)
