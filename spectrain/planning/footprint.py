@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
-from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
+from spectrain.models.fast.shared_product import find_shared_linears
 from spectrain.models.target import Target
 from spectrain.runs.drafters import adapt_drafter, build_without_weights
 from spectrain.training.adapters import select_stage_groups
@@ -278,13 +278,7 @@ def packed_bytes(target: Target, trained: set[int]) -> int:
     reordered large ones, and the panels of an installed package.
     """
     model = target.model if target.has_layers else target.head.output
-    groups: list[list[nn.Linear]] = []
-    for module in model.modules():
-        for names in SHARED_INPUT_NAMES:
-            children = [getattr(module, name, None) for name in names]
-            linears = [child for child in children if isinstance(child, nn.Linear)]
-            if len(linears) == len(names):
-                groups.append(linears)
+    groups = [group for module in model.modules() for group in find_shared_linears(module)]
     shared = {linear for group in groups for linear in group}
     singles = [
         [module]

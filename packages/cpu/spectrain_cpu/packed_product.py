@@ -22,33 +22,37 @@ def pack_panels(*weights: Tensor) -> Any:
     """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
     bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
     None where they do not serve."""
-    if not has_panel_kernels(weights[0].dtype):
+    outputs = sum(map(len, weights))
+    chunk = find_panel_chunk(weights[0].dtype, outputs, weights[0].shape[1])
+    if chunk is None:
         return None
-    from .linear import WeightPanels, find_chunk
+    from .linear import WeightPanels
 
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if not WeightPanels.supports(weight):
-        return None
-    if weight.dtype == torch.float32:
-        return WeightPanels(weight)
-    chunk = find_chunk(*weight.shape) if is_large_weight(weight.numel()) else None
-    return None if chunk is None else WeightPanels(weight, chunk)
+    return WeightPanels(weights[0] if len(weights) == 1 else torch.cat(weights), chunk)
 
 
 def count_panel_bytes(dtype: torch.dtype, outputs: int, width: int) -> int | None:
     """Return the bytes of the panels of weights [O, D] that nobody has yet; None where
     `pack_panels` makes none.
     """
-    weight = torch.empty(outputs, width, dtype=dtype, device="meta")
+    is_served = find_panel_chunk(dtype, outputs, width) is not None
+    return outputs * width * dtype.itemsize if is_served else None
+
+
+def find_panel_chunk(dtype: torch.dtype, outputs: int, width: int) -> int | None:
+    """Return the chunk of inputs by which panels of weights [O, D] are added, which in float32 is
+    all of them; None where panels do not serve.
+    """
     if not has_panel_kernels(dtype):
         return None
     from .linear import WeightPanels, find_chunk
 
-    serves = WeightPanels.supports(weight) and (
-        dtype == torch.float32
-        or (is_large_weight(weight.numel()) and find_chunk(outputs, width) is not None)
-    )
-    return weight.nbytes if serves else None
+    weight = torch.empty(outputs, width, dtype=dtype, device="meta")
+    if not WeightPanels.supports(weight):
+        return None
+    if dtype == torch.float32:
+        return width
+    return find_chunk(outputs, width) if is_large_weight(weight.numel()) else None
 
 
 class PackedProduct:
