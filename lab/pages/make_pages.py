@@ -1,4 +1,4 @@
-"""Write what docs/ shows of lab/results, and the tables of ideas.
+"""Write what docs/ shows of lab/results, the tables of ideas, and that of engines.
 
     python -m lab.pages.make_pages
 
@@ -9,6 +9,7 @@ test compares the committed pages with what this writes.
 
 from pathlib import Path
 
+from lab.pages.engines_page import render_serving_page
 from lab.pages.ideas import render_idea_pages
 from lab.pages.render import ROOT, fill_page, load_measurements
 from lab.pages.systems_page import render_systems_page
@@ -18,13 +19,13 @@ FOLDER = ROOT / "docs" / "results"
 
 
 def render_result_pages() -> dict[Path, str]:
-    """Return the text of every page that shows measured results, or lists ideas."""
+    """Return the text of every page that shows measured results, or lists ideas or engines."""
     measurements = load_measurements()
     pages = {
         path: fill_page(path.read_text(), measurements) for path in sorted(FOLDER.glob("*.md"))
     }
     systems = {ROOT / "docs" / "systems.md": render_systems_page()}
-    return {**pages, **systems, **render_idea_pages()}
+    return {**pages, **systems, **render_idea_pages(), **render_serving_page()}
 
 
 def main() -> None:

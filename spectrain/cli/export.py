@@ -16,6 +16,7 @@ from spectrain.export.converter import (
     resolve_target,
     write_checked,
 )
+from spectrain.export.engine_support import describe_readers
 from spectrain.export.hub import push as upload
 from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import UNREADABLE, lint_files
@@ -68,7 +69,9 @@ def export_command(
         (scratch / "README.md").write_text(
             render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run)))
         )
-    print(f"{layout.title}: written to {folder}; README.md says how to serve it")
+    readers = describe_readers(layout)
+    read_by = f" (read by {readers})" if readers else ""
+    print(f"{layout.title}{read_by}: written to {folder}; README.md says how to serve it")
     if push:
         print(f"uploaded to {upload(folder, push, private)}")
     return folder

@@ -26,6 +26,7 @@ from spectrain.config.commands import Command, add_installed_commands
 from spectrain.config.installed import list_conf_folders
 from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.export.engine_support import describe_format
 from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 
 # Groups with choices that no serving engine supports.
@@ -59,6 +60,8 @@ def explain_command(name: str, words: list[str]) -> str:
     parts = [f"spectrain {name}: {command.about}", format_section("Examples", "\n".join(examples))]
     if command.config is not None:
         parts += describe_config(name, command, words)
+    if name in ("export", "convert"):
+        parts.append(format_section("Formats, and what reads them", format_readers(name)))
     if command.flags:
         parts.append(format_section("Flags", format_list(command.flags)))
     parts.append(format_section("Results", wrap_text(command.results, "  ")))
@@ -121,6 +124,14 @@ def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
     """
     formats = EXPORT_FORMATS if name == "export" else FORMATS
     return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
+
+
+def format_readers(name: str) -> str:
+    """Return the formats that a command writes, each with the programs that read it."""
+    formats = EXPORT_FORMATS if name == "export" else FORMATS
+    return format_list(
+        {format_name: describe_format(format_name) or "spectrain" for format_name in formats}
+    )
 
 
 def format_choices(group: str, folders: list[Path]) -> str:

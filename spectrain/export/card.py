@@ -17,28 +17,12 @@ from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
 
+from .engine_support import name_engine
 from .layout import DrafterCheckpoint, Layout
+from .layouts import FAMILY_TITLES
 from .native import PYTHON_TITLE
-from .table import list_packages
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
-
-FAMILY_TITLES = {
-    "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE",
-    "medusa": "Medusa",
-    "causal": "distilled draft model",
-    "pard": "PARD",
-    "uno": "Uno",
-    "early_exit": "LayerSkip",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "dflash2": "DFlash2",
-    "mtp": "MTP",
-    "eagle1": "EAGLE",
-    "lilicorr": "LiLiCorr",
-    **{family: title for package in list_packages() for family, title in package.titles.items()},
-}
 
 
 def render_card(
@@ -255,7 +239,7 @@ def simulation_section(
     ]
     if "sglang" in launches:
         lines[2] += " SGLang takes the mean number of tokens in a round; its command was not run."
-    return [*lines, *format_commands(launches, target)]
+    return [*lines, *format_commands(launches, target, layout)]
 
 
 def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list[str]:
@@ -299,8 +283,12 @@ def make_launches(
     return {name: EngineLaunch(target_path, drafter=launch) for name, launch in launches.items()}
 
 
-def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> list[str]:
-    """Return the own command of every engine, as lines of a card."""
+def format_commands(
+    launches: dict[str, EngineLaunch], target: TargetFiles, layout: Layout
+) -> list[str]:
+    """Return the own command of every engine, as lines of a card; an engine is named with its
+    versions where not all read the layout.
+    """
     commands = {
         name: engine_commands(ENGINES[name], launch, target)
         for name, launch in launches.items()
@@ -310,7 +298,7 @@ def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> l
     return [
         line
         for name, command in commands.items()
-        for line in format_block(ENGINES[name].title, command)
+        for line in format_block(name_engine(layout, name), command)
     ]
 
 
@@ -418,7 +406,7 @@ def serve_section(
     lines = ["## Serve", ""]
     if not launches and commands.keys() <= {"spectrain", PYTHON_TITLE}:
         lines += ["No engine serves this family; spectrain decodes with it.", ""]
-    lines += format_commands(launches, target)
+    lines += format_commands(launches, target, layout)
     lines += [line for title, code in commands.items() for line in format_block(title, code)]
     return [
         *lines,

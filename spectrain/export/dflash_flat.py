@@ -153,13 +153,14 @@ def check_flat_block(export: Export) -> None:
     """Raise UserError for a vocabulary of its own, which engines take from the target."""
     check_block(export)
     engine = export.layout.engine
+    remedy = f"{export.layout.other_remedy}train"
     refuse_draft_vocabulary(
-        export.drafter, f"{engine} uses the target's full output layer; use --to vllm, or train"
+        export.drafter, f"{engine} uses the target's full output layer; {remedy}"
     )
     if export.has_own_embedding:
         raise UserError(
             f"{EMBEDDING}: {engine} uses the target's embedding, and this drafter has "
-            "its own; use --to vllm"
+            f"its own; {remedy} with drafter.own_embedding=false"
         )
 
 
@@ -170,7 +171,7 @@ def check_causality(export: Export) -> None:
         raise UserError(
             f"drafter.causal={str(settings['causal']).lower()}, "
             f"drafter.window={settings['window']}: SGLang treats layers with a window as "
-            "causal and others as not; use --to vllm"
+            f"causal and others as not; {export.layout.other_remedy}train with both or none"
         )
 
 
@@ -178,7 +179,8 @@ def check_first_layer(export: Export) -> None:
     """Raise UserError where the drafter reads the embedding's stream, which has no number."""
     if min(export.settings["layers"]) < 1:
         raise UserError(
-            "layers: target_layer_ids cannot number the stream entering layer 0; use --to vllm"
+            "layers: target_layer_ids cannot number the stream entering layer 0; "
+            f"{export.layout.other_remedy}train with drafter.layers from 1 on"
         )
 
 
@@ -224,6 +226,7 @@ FLAT_LILICORR = replace(
     FLAT_DFLASH2,
     title="LiLiCorr, flat layout",
     family=LILICORR,
+    other_format=None,
     architectures=("LiLiCorrDraftModel",),
     write_checks=(*FLAT_CHECKS, check_top_k),
 )

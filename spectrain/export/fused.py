@@ -206,6 +206,8 @@ class FusedLayout(Layout):
     # Spectrain's ids of fused layers minus the layout's.
     layer_id_offset: int = 0
     engine: str = "SGLang"  # that refusals name
+    # Format that holds what this layout cannot, which refusals name; None where there is none.
+    other_format: str | None = "vllm"
     # Tensors in place of which engines use the target's, whatever the files hold.
     replaced_tensors: tuple[str, ...] = ()
     foreign_parts: Mapping[str, str] | None = None  # in place of the family's
@@ -221,6 +223,11 @@ class FusedLayout(Layout):
     snippets: Callable[[DrafterCheckpoint, str, str], dict[str, str]] = (
         lambda drafter, target, path: {}
     )
+
+    @property
+    def other_remedy(self) -> str:
+        """The beginning of a refusal's remedy: the other format, where there is one."""
+        return "" if self.other_format is None else f"use --to {self.other_format}, or "
 
     @property
     def choice(self) -> str:

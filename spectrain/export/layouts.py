@@ -69,6 +69,23 @@ OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 config.json.
 """
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
+FAMILY_TITLES = {
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "causal": "distilled draft model",
+    "pard": "PARD",
+    "uno": "Uno",
+    "early_exit": "LayerSkip",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "mtp": "MTP",
+    "eagle1": "EAGLE",
+    "lilicorr": "LiLiCorr",
+    **{family: title for package in list_packages() for family, title in package.titles.items()},
+}
+"""Choice of `drafter` -> its name in texts."""
 SERVING_HINTS = {
     "hybrid": f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter",
     "ngram": (
@@ -91,6 +108,11 @@ def load_layout(row: TableRow) -> Layout:
     path = module if "." in module else f"{__package__}.{module}"
     layout: Layout = getattr(importlib.import_module(path), name)
     return layout
+
+
+def find_row(layout: Layout) -> TableRow:
+    """Return the row of a layout, whatever type it writes."""
+    return next(row for row in LAYOUTS if load_layout(row).title == layout.title)
 
 
 def read_files(directory: Path) -> DrafterFiles:

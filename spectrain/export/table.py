@@ -29,6 +29,21 @@ class TableRow:
 
 
 @dataclass(frozen=True)
+class EngineSupport:
+    """A program that reads a layout."""
+
+    program: str  # a key of engine_support.PROGRAMS
+    layout: str  # the path of the layout's row
+    # Names of the classes that read the drafter, as the program's registry has them, separated by
+    # spaces; empty where it looks up none, or that of the target.
+    classes: str = ""
+    # The first and the last version that reads it, where another one does not.
+    since: str = ""
+    until: str = ""
+    note: str = ""  # what else must be so, as in "on a GPU"
+
+
+@dataclass(frozen=True)
 class LayoutPackage:
     """What an installed package adds to exports, as text, so that nothing is imported to list the
     formats.
@@ -37,6 +52,9 @@ class LayoutPackage:
     """
 
     rows: tuple[TableRow, ...] = ()
+    # Which programs read these layouts, and the titles of programs that read no other ones.
+    support: tuple[EngineSupport, ...] = ()
+    programs: Mapping[str, str] = field(default_factory=dict)
     # Choices of `drafter` that spectrain's own layout holds, separated by spaces.
     native_families: str = ""
     # Choice of `drafter` -> its name in a model card.

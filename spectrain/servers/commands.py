@@ -27,6 +27,8 @@ class DrafterLaunch:
     num_tokens: int
     # Whether one forward drafts all tokens.
     is_parallel: bool = False
+    # What else the engine has to be told about it, in its own terms.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

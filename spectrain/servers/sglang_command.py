@@ -31,7 +31,11 @@ def drafting_options(drafter: DrafterLaunch) -> dict[str, Any]:
         return {**options, "--speculative-dspark-block-size": drafter.num_tokens}
     if drafter.method not in BLOCK_METHODS:
         options |= {"--speculative-num-steps": drafter.num_tokens, "--speculative-eagle-topk": 1}
-    return {**options, "--speculative-num-draft-tokens": drafter.num_tokens + 1}
+    return {
+        **options,
+        "--speculative-num-draft-tokens": drafter.num_tokens + 1,
+        **drafter.options,
+    }
 
 
 def simulation_variables(acceptance_rates: tuple[float, ...]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from spectrain.export import layouts
 from spectrain.export.container import Container
 from spectrain.export.converter import convert, read_drafter, write_drafter
 from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.engine_support import list_readers
 from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout
 from spectrain.export.layouts import (
     EXPORT_FORMATS,
@@ -31,12 +32,24 @@ from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain.servers.engines import ENGINES
 from tests.installed import load_cases
 
 from . import test_mtp
 from .test_converter import DFLASH, DFLASH2, DSPARK, LILICORR, UNO, ours
 
 TINY = TargetFiles("tiny")
+# Their config.json names the class by which an engine finds its own; those of the speculators
+# library name the library's.
+FLAT_MODULES = (
+    "flat.",
+    "dflash_flat.",
+    "eagle1.",
+    "medusa.VLLM",
+    "peagle.FLAT",
+    "spectrain_research.xpress.layout.FLAT",
+    "spectrain_research.domino.layout.SGLANG",
+)
 
 
 class SingleFile(Container):
@@ -129,6 +142,7 @@ def write_layout(
             ours(folder / f"{options}-start", tiny, family, **SMALL.get(options, {})), TINY
         )
 
+    @cache
     def write_row(row: TableRow) -> Path:
         layout = load_layout(row)
         out = folder / row.path
@@ -158,6 +172,25 @@ def test_a_layout_recognizes_its_own_output(
     accepts its files as well.
     """
     assert detect_layout(layouts.read_files(write_layout(row))) is load_layout(row)
+
+
+@pytest.mark.parametrize("row", [row for row in LAYOUTS if row.formats], ids=lambda row: row.path)
+def test_launches_and_files_agree_with_the_table_of_engines(
+    row: TableRow, write_layout: Callable[[TableRow], Path]
+) -> None:
+    """Every engine that a layout starts is one that reads it, and the class that its files name is
+    one that the engine's registry has."""
+    directory = write_layout(row)
+    layout = load_layout(row)
+    readers = {support.program: support for support in list_readers(layout)}
+    launches = layout.drafter_launches(read_drafter(directory, TINY), TINY, "DIR")
+    assert launches.keys() - {"spectrain"} <= readers.keys()
+    assert readers.keys() & ENGINES.keys() == launches.keys() - {"spectrain"}
+    config = layouts.read_files(directory).config
+    written = config.get("architectures") or []
+    if row.path.startswith(FLAT_MODULES):
+        named = {name for support in readers.values() for name in support.classes.split()}
+        assert not named or named & {*written}
 
 
 def test_the_page_on_serving_names_every_format() -> None:

@@ -2,7 +2,12 @@
 served.
 """
 
-from spectrain.export.table import SCORE_WITHOUT_ENGINE, LayoutPackage, TableRow
+from spectrain.export.table import (
+    SCORE_WITHOUT_ENGINE,
+    EngineSupport,
+    LayoutPackage,
+    TableRow,
+)
 
 RESEARCH = "spectrain_research"
 INNER_HINT = f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter"
@@ -21,8 +26,14 @@ EXPORT = LayoutPackage(
             before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
+            f"{RESEARCH}.domino.layout.SGLANG_DOMINO",
+            "sglang",
+            "domino",
+            before="dflash_flat.FLAT_DFLASH",
+        ),
+        TableRow(
             f"{RESEARCH}.xpress.layout.FLAT_XPRESS",
-            "flat",
+            "vllm flat",
             "xpress",
             before="dflash_flat.FLAT_DFLASH",
         ),
@@ -46,6 +57,39 @@ EXPORT = LayoutPackage(
         ),
         TableRow(f"{RESEARCH}.gated_lora.layout.PEFT", "peft", "gated_lora", before="uno.UNO"),
     ),
+    support=(
+        EngineSupport(
+            "vllm",
+            f"{RESEARCH}.xpress.layout.FLAT_XPRESS",
+            "Qwen3XPressModel",
+            since="0.33",
+            note="on a GPU",
+        ),
+        EngineSupport("speculators", f"{RESEARCH}.xpress.layout.SPECULATORS_XPRESS"),
+        EngineSupport(
+            "sglang",
+            f"{RESEARCH}.domino.layout.SGLANG_DOMINO",
+            "DFlashDraftModel",
+            note="weights in bfloat16",
+        ),
+        EngineSupport("specforge", f"{RESEARCH}.domino.layout.FLAT_DOMINO"),
+        EngineSupport("jetspec", f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC"),
+        EngineSupport(
+            "vllm", f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC", "DFlashDraftModel", note="chains"
+        ),
+        EngineSupport("automodel", f"{RESEARCH}.vispec.layout.FLAT_VISPEC"),
+        EngineSupport(
+            "tensorrt",
+            f"{RESEARCH}.redrafter.layout.TENSORRT_REDRAFTER",
+            note="drafter.cell=linear",
+        ),
+        EngineSupport("peft", f"{RESEARCH}.gated_lora.layout.PEFT"),
+    ),
+    programs={
+        "specforge": "SpecForge",
+        "jetspec": "JetSpec's code",
+        "automodel": "NeMo AutoModel",
+    },
     native_families=(
         "hydra kangaroo gated_lora amphista ctc gumiho redrafter transformer_heads domino xpress "
         "vispec"

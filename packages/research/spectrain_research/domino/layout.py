@@ -1,4 +1,6 @@
-"""SpecForge's layout of Domino: the settings of the correction are in `dflash_config`."""
+"""The layouts of Domino, SpecForge's and SGLang's: the settings of the correction are in
+`dflash_config`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spectrain.config.build import GroupSpec
+from spectrain.errors import UserError
 from spectrain.export.dflash import BlockFamily
 from spectrain.export.dflash_flat import (
     FLAT_DFLASH,
@@ -17,8 +20,10 @@ from spectrain.export.dflash_flat import (
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.fused import Export, FusedLayout, no_launches
 from spectrain.export.fused_config import FusedConfig, flatten_config, require_keys
+from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.native import shape_of_block
 from spectrain.export.targets import TargetFiles
+from spectrain.servers.commands import DrafterLaunch
 from spectrain_research.shared.flat_layout import RESEARCH_CHECKS
 
 DOMINO = BlockFamily(
@@ -46,17 +51,50 @@ def make_config(export: Export) -> dict[str, Any]:
     return make_flat_config(export, entries)
 
 
+def is_sglang_domino(layout: FusedLayout, files: DrafterFiles) -> bool:
+    entries = files.config.get("dflash_config") or {}
+    return names_architecture(layout, files) and entries.get("projector_type") == "domino"
+
+
+def check_uncorrected(export: Export) -> None:
+    """Raise UserError unless the first draft alone stays DFlash's, which SGLang requires."""
+    if export.settings["uncorrected"] != 1:
+        raise UserError(
+            f"drafter.uncorrected={export.settings['uncorrected']}: SGLang's Domino leaves the "
+            "first draft alone uncorrected; use --to flat, or train with drafter.uncorrected=1"
+        )
+
+
+def launch_domino(
+    drafter: DrafterCheckpoint, files: TargetFiles, path: str
+) -> dict[str, DrafterLaunch]:
+    # SGLang chooses among 2,048 candidates unless told to choose among all tokens, as we do.
+    options = {"--speculative-domino-candidate-pool-size": 0}
+    count = drafter.drafter["block_size"] - 1
+    return {"sglang": DrafterLaunch("DFLASH", path, count, options=options)}
+
+
 FLAT_DOMINO = replace(
     FLAT_DFLASH,
     title="Domino, SpecForge's layout",
     family=DOMINO,
     engine="SpecForge",
+    other_format=None,
     matches=names_architecture,
     parse=parse_config,
     make_config=make_config,
     architectures=("DominoDraftModel",),
     write_checks=RESEARCH_CHECKS,
     launches=no_launches,
+)
+SGLANG_DOMINO = replace(
+    FLAT_DOMINO,
+    title="Domino, SGLang's layout",
+    engine="SGLang",
+    matches=is_sglang_domino,
+    architectures=("DFlashDraftModel",),
+    write_checks=(*RESEARCH_CHECKS, check_uncorrected),
+    launches=launch_domino,
 )
 
 

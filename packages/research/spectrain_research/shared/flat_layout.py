@@ -1,4 +1,4 @@
-"""What the flat layouts of DFlash's relatives share that no stock engine decodes with."""
+"""What the flat layouts of DFlash's relatives share."""
 
 from __future__ import annotations
 

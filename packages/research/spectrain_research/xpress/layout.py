@@ -1,4 +1,4 @@
-"""The layouts of XPress: its serving layout and that of the speculators library."""
+"""The layouts of XPress: the flat one, which vLLM serves, and that of the speculators library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from spectrain.config.build import GroupSpec
-from spectrain.export.dflash import NAME_PREFIXES, BlockFamily
+from spectrain.errors import UserError
+from spectrain.export.dflash import NAME_PREFIXES, BlockFamily, num_drafts
 from spectrain.export.dflash_flat import (
     FLAT_DFLASH,
     make_flat_config,
@@ -16,7 +17,13 @@ from spectrain.export.dflash_flat import (
 )
 from spectrain.export.dflash_speculators import SPECULATORS_DFLASH
 from spectrain.export.drafter_files import DrafterFiles
-from spectrain.export.fused import Export, FusedLayout, no_launches, rename_prefixes
+from spectrain.export.fused import (
+    Export,
+    FusedLayout,
+    launch_with,
+    no_launches,
+    rename_prefixes,
+)
 from spectrain.export.fused_config import FusedConfig, require_keys
 from spectrain.export.native import shape_of_block
 from spectrain.export.speculators import Speculators
@@ -60,22 +67,34 @@ def make_config(export: Export) -> dict[str, Any]:
         "xpress_mlp_hidden": settings["rank"] * settings["mlp_ratio"],
         "xpress_block_size": settings["block_size"],
         "xpress_num_passes": settings["num_passes"],
+        # vLLM chooses among 512 candidates unless told to choose among all tokens, as we do.
+        "xpress_topc": 0,
     }
     return make_flat_config(export, entries)
 
 
+def check_anchor(export: Export) -> None:
+    """Raise UserError for blocks whose anchor drafts, which vLLM refuses."""
+    if export.settings["sample_from_anchor"]:
+        raise UserError(
+            "drafter.sample_from_anchor=true: vLLM's XPress drafts from the slots after the "
+            "anchor; train with drafter.sample_from_anchor=false"
+        )
+
+
 FLAT_XPRESS = replace(
     FLAT_DFLASH,
-    title="XPress, serving layout",
+    title="XPress, flat layout",
     family=XPRESS,
-    engine="vLLM's open pull request",
+    engine="vLLM",
+    other_format=None,
     names=rename_prefixes(SERVING_PREFIXES),
     matches=names_architecture,
     parse=parse_config,
     make_config=make_config,
     architectures=("Qwen3XPressModel",),
-    write_checks=RESEARCH_CHECKS,
-    launches=no_launches,
+    write_checks=(*RESEARCH_CHECKS, check_anchor),
+    launches=launch_with({"vllm": "dflash"}, num_drafts),
 )
 # The speculators library's layout, which training reads and writes.
 SPECULATORS_XPRESS = replace(

@@ -19,9 +19,10 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
+from spectrain.export.engine_support import refuse_version
 from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
-from spectrain.export.layouts import LAYOUTS, detect_layout, load_layout, read_files
+from spectrain.export.layouts import detect_layout, find_row, read_files
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
@@ -205,13 +206,19 @@ class ServedDrafter:
 
     def export_line(self, folder: Path) -> str:
         """Return the command that writes it in the layout."""
-        formats = next(row.formats.split() for row in LAYOUTS if load_layout(row) is self.layout)
+        formats = find_row(self.layout).formats.split()
         return shlex.join(
             ["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"]
         )
 
     def make_launch(self, server: Server, folder: Path) -> EngineLaunch:
         """Return the launch of an engine with the drafter in a folder."""
+        refuse_version(
+            self.layout,
+            server.name,
+            find_starter(server).read_version,
+            f"server.python={getattr(server.settings, 'python', None)}",
+        )
         launch = launch_target(self.target, server)
         drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[
             server.name

@@ -31,6 +31,9 @@ class SglangStarter(EngineStarter):
     def check_installed(self) -> None:
         self.environment.require_engine("SGLang", "sglang")
 
+    def read_version(self) -> str | None:
+        return next(iter(self.environment.versions.values()), None)
+
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         return start_sglang(
             self.settings.complete_launch(launch), self.settings, self.environment.python
