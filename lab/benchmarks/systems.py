@@ -22,6 +22,7 @@ from spectrain.provenance import collect_provenance
 from .command import list_defaults, run_benchmark
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
+SURVEY_NAMES = Path(__file__).with_name("survey_names.yaml")
 SIZE = ["eval.limit=16", "eval.max_new_tokens=48", "eval.repeats=1"]
 RECORDED = (
     "acceptance_length",
@@ -41,6 +42,14 @@ def read_systems() -> dict[str, Any]:
     """
     systems: dict[str, Any] = yaml.safe_load(SYSTEMS.read_text())
     return systems
+
+
+def read_survey_names() -> dict[str, Any]:
+    """Return the names of the surveys by group, and other names, each with its state, its command
+    or reason, and the choices that it needs.
+    """
+    names: dict[str, Any] = yaml.safe_load(SURVEY_NAMES.read_text())
+    return names
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""The page docs/systems.md and the table of claims, from lab/benchmarks/systems.yaml and
+"""The page docs/systems.md, from lab/benchmarks/systems.yaml, lab/benchmarks/survey_names.yaml and
 lab/results/systems.json.
 """
 
 import json
 from typing import Any
 
-from lab.benchmarks.systems import read_systems
+from lab.benchmarks.systems import read_survey_names, read_systems
 from lab.pages.render import (
     RESULTS,
     describe_setting,
@@ -40,20 +40,27 @@ drafting often takes longer than verifying, so few methods gain. One other measu
 second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for
 a minute or two, so rows do not rank the methods. Rows of `lab/benchmarks/measure_ways.py` were
 measured earlier, some with eight prompts at once. The page is written by `python -m
-lab.pages.make_pages` from `lab/benchmarks/systems.yaml` and, in `lab/results/`, `systems.json`,
-`ways-tiny.json`, `phrases.json`, `equal-data.json`, `vision-drafting.json` and `diffusion.json`;
-the commands that measured it:
+lab.pages.make_pages` from `systems.yaml` and `survey_names.yaml` in `lab/benchmarks/` and, in
+`lab/results/`, from `systems.json`, `ways-tiny.json`, `phrases.json`, `equal-data.json`,
+`vision-drafting.json` and `diffusion.json`; the commands that measured it:
 
 ```sh
 python -m lab.benchmarks.systems
 python -m lab.benchmarks.measure_ways
 python -m lab.benchmarks.equal_data
 ```"""
-NAMES = """The surveys behind this project name 208 systems. Their list is not in this repository;
-{count} of the names could be taken from its files. {works} of these work, {part} work in part,
-{waiting} are not in this version yet, and {out} are out of scope. Hardware, surveys and schedules
-inside serving engines, which are out of scope too, have no names in these files."""
-STATES = {"works": "works", "part": "works in part", "out": "out of scope"}
+NAMES = """The surveys behind this project name {count} systems. {works} of them work here, {part}
+work in part, {absent} belong here and are not built, and {out} do not belong in a project that
+trains and scores drafters: hardware, schedules of servers, models of other kinds, surveys. A name
+that works in part says what is missing. The tables stand in the surveys' order and words; proofs
+and measurements are in the tables above."""
+OTHERS = """Names that the surveys do not have."""
+STATES = {
+    "works": "works",
+    "part": "works in part",
+    "absent": "not built",
+    "out": "does not belong",
+}
 LEFT_OUT = "Methods that surveys name and that are not built here, with the reason."
 CLAIMS = """An audit compared names with code. The table says what each name stood for, what it
 stands for now, and what was measured since."""
@@ -73,7 +80,7 @@ def render_systems_page() -> str:
     )
     claims = [describe_claim(entry, results["rows"]) for entry in systems["claims"]]
     parts += ["## Research that stays out", LEFT_OUT, left_out]
-    parts += ["## Names of the surveys", *describe_names(systems["names"])]
+    parts += ["## Names of the surveys", *describe_surveys(read_survey_names())]
     parts += [
         "## Names before and after",
         CLAIMS,
@@ -105,21 +112,31 @@ def describe_system(system: dict[str, Any], rows: dict[str, Any]) -> list[str]:
     return [*cells, "<br>".join(measured)]
 
 
-def describe_names(names: dict[str, list[str]]) -> list[str]:
-    """Return the sentence and the table of all names, in alphabetical order."""
+def describe_surveys(names: dict[str, Any]) -> list[str]:
+    """Return the counts of the surveys' names by state, the table of each group, and that of
+    other names.
+    """
+    states = [state for group in names["surveys"].values() for state, *_ in group.values()]
+    counts = {state: states.count(state) for state in STATES}
+    parts = [NAMES.format(count=len(states), **counts)]
+    for title, group in names["surveys"].items():
+        parts += [f"### {title[0].upper()}{title[1:]}", names_table(group)]
+    return [*parts, "### Other names", OTHERS, names_table(names["others"])]
+
+
+def names_table(group: dict[str, list[str]]) -> str:
+    """Return the table of a group of names."""
     rows = []
-    for name, (state, text, *choices) in sorted(names.items(), key=lambda item: item[0].casefold()):
-        is_here = all(
-            any((folder / f"{choice}.yaml").exists() for folder in conf_folders())
-            for choice in choices
-        )
-        rows.append([name, STATES[state] if is_here else "not in this version", text])
-    counts = {state: sum(row[1] == label for row in rows) for state, label in STATES.items()}
-    waiting = len(rows) - sum(counts.values())
-    return [
-        NAMES.format(count=len(rows), waiting=waiting, **counts),
-        format_table(("name", "state", "command or reason"), rows),
-    ]
+    for name, (state, text, *choices) in group.items():
+        missing = [choice for choice in choices if not is_installed(choice)]
+        assert not missing, f"survey_names.yaml: {name}: there is no {missing}"
+        rows.append([name, STATES[state], text])
+    return format_table(("name", "state", "command or reason"), rows)
+
+
+def is_installed(choice: str) -> bool:
+    """Tell whether a folder of conf/ has a choice, given as GROUP/NAME."""
+    return any((folder / f"{choice}.yaml").exists() for folder in conf_folders())
 
 
 def describe_equal(name: str) -> str:
