@@ -32,7 +32,7 @@ from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
-from spectrain.eval.metrics import measure_system, price_tokens
+from spectrain.eval.metrics import SystemSummary, measure_system, price_tokens
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
@@ -48,7 +48,6 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.system_numbers import SystemSummary
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.time_limit import TimeLimit
