@@ -23,11 +23,10 @@ from spectrain.models.target import Target
 
 
 @dataclass
-class DefaultEvaluation(Evaluation):
-    """Scores drafters as the settings of `eval` say."""
+class SweepSettings:
+    """What is varied for one drafter."""
 
-    # The entry points whose settings join these; see config/parts.py.
-    part_group: ClassVar[str] = "eval"
+    part: ClassVar[str] = "axes"
 
     # What to vary for one drafter: the number of prompts at once (batch), the length of prompts
     # (context) or the temperature; null varies nothing.
@@ -36,6 +35,15 @@ class DefaultEvaluation(Evaluation):
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     # Temperatures of eval.sweep=temperature; 0 takes the most likely token.
     temperatures: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
+
+
+@dataclass
+class DefaultEvaluation(SweepSettings, Evaluation):
+    """Scores drafters as the settings of `eval` say."""
+
+    # The entry points whose settings join these; see config/parts.py.
+    part_group: ClassVar[str] = "eval"
+
     parts: Sequence[EvalPart] = ()
 
     def __post_init__(self) -> None:

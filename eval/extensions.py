@@ -10,8 +10,7 @@ from rich.console import Console
 
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import PromptLoader
-from spectrain.eval.metrics import Turn
-from spectrain.eval.system_numbers import SystemSummary
+from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate

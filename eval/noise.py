@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from spectrain.eval import metrics
-from spectrain.eval.metrics import Turn
-from spectrain.eval.system_numbers import JudgedSpeedup, Speedup
+from spectrain.eval.metrics import JudgedSpeedup, Speedup, Turn
 
 # jitter of the steps' times from turn to turn above which every pair is decoded again
 UNSTEADY = 0.15

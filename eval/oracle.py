@@ -8,7 +8,7 @@ from typing import Any
 
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.teacher_forcing import PresetChainBuilder, TeacherForcedBuilder
-from spectrain.eval.system_numbers import SystemSummary
+from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.systems import Decoder, System
 from spectrain.trees.measurements import expected_length
 

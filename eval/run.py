@@ -32,13 +32,14 @@ from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
-from spectrain.eval.metrics import measure_system, price_tokens
+from spectrain.eval.metrics import SystemSummary, measure_system, price_tokens
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import write_report
 from spectrain.eval.prompts import read_prompts, take_turns
 from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
+from spectrain.eval.settings import DecodingSettings, StatisticsSettings, SystemSettings
 from spectrain.eval.summary import (
     EvaluationSummary,
     predict_device,
@@ -48,7 +49,6 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.system_numbers import SystemSummary
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.time_limit import TimeLimit
@@ -76,11 +76,14 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
 @dataclass
-class Evaluation(PromptedEvaluation):
+class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        SystemSettings.__post_init__(self)
+        DecodingSettings.__post_init__(self)
+        StatisticsSettings.__post_init__(self)
+        PromptedEvaluation.__post_init__(self)
         for key, is_given in (
             ("concurrency", self.concurrency != (1,)),
             ("slo", self.slo is not None),
@@ -92,6 +95,18 @@ class Evaluation(PromptedEvaluation):
                 )
         if self.execute:
             check_execution(list(self._references.values()))
+
+    @property
+    def uses_clock(self) -> bool:
+        """Whether what is drafted depends on measured times, beyond the tree."""
+        return False
+
+    @property
+    def varies_trees(self) -> bool:
+        """Whether trees of several kinds are decoded, so that the rule must be valid for all of
+        them.
+        """
+        return False
 
     def check_prompts(self, target: Target) -> None:
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")

@@ -5,18 +5,28 @@ from dataclasses import dataclass
 
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.settings import EvalSettings
+from spectrain.eval.settings import (
+    AnswerLimit,
+    LoadSettings,
+    OutputCheck,
+    PromptSettings,
+    ReportSettings,
+)
 from spectrain.models.target import Target
 
 
 @dataclass
-class PromptedEvaluation(EvalSettings):
+class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit, PromptSettings):
     """An evaluation with its prompts: `chosen`, and in `skipped` the numbers of those left out,
     by reason.
+
+    Its settings are those that a running server takes as well as this engine.
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        PromptSettings.__post_init__(self)
+        AnswerLimit.__post_init__(self)
+        LoadSettings.__post_init__(self)
         prompts = read_prompts(self.prompts, self.limit, self.categories)
         self.prompts_read = prompts
         self.chosen = prompts.prompts

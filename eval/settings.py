@@ -1,7 +1,12 @@
-"""The settings of an evaluation, which are the keys of `eval`, and their validation."""
+"""The settings of an evaluation, which are the keys of `eval`, by part, and their validation.
+
+A part is a dataclass. Files and help write its settings as eval.PART.NAME, as in
+eval.dataset.limit; a name is unique in `eval`, so eval.limit is the same setting.
+config/grouped.py reads both.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from spectrain.config.missing import explain_missing
 from spectrain.config.values import FolderName
@@ -19,13 +24,11 @@ ServingEngine = Literal["auto", "openvino", "llamacpp", "vllm"]
 
 
 @dataclass
-class EvalSettings:
-    """Settings of an evaluation: the prompts, the engine, the systems to compare, and what else
-    to measure.
-    """
+class PromptSettings:
+    """What is asked."""
 
-    # Name of the folder under eval/ that receives the result.
-    name: FolderName = "heldout"
+    part: ClassVar[str] = "dataset"
+
     # Prompts to score: a file or the name of a known benchmark; null uses the held-out prompts that
     # ship with the project.
     prompts: str | None = None
@@ -43,17 +46,79 @@ class EvalSettings:
     # With eval.context, a file or a folder of texts to take the documents from; null takes the
     # embedded conversations.
     documents: str | None = None
-    # Minutes that a score may take, from the search for trees to the report: as many prompts are
-    # decoded as fit, at least four, and categories take turns. Null decodes all prompts.
-    max_minutes: float | None = None
-    # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino,
-    # llamacpp, vllm, or auto for the first of these that is installed and serves the drafter. Null
-    # scores it in none.
-    serve_in: ServingEngine | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below("limit", self.limit, 1)
+        self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
+
+    def describe_context(self) -> dict[str, Any]:
+        """Return the entry of the setting that says how prompts were extended; an empty one if
+        they were not.
+        """
+        return {} if self.context_filler is None else {"context": self.context_filler.describe()}
+
+
+@dataclass
+class AnswerLimit:
+    """How long an answer may be."""
+
+    part: ClassVar[str] = "decoding"
+
     # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
-    # Number of prompts that are decoded together.
-    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        refuse_below("max_new_tokens", self.max_new_tokens, 2)
+
+
+@dataclass
+class ReportSettings:
+    """What a score writes, and where."""
+
+    part: ClassVar[str] = "output"
+
+    # Name of the folder under eval/ that receives the result.
+    name: FolderName = "heldout"
+    # Write report.html with example drafts, and measure what drafting adds to memory and what
+    # training changed in the target.
+    report: bool = True
+
+
+@dataclass
+class OutputCheck:
+    """Whether outputs are compared with their reference."""
+
+    part: ClassVar[str] = "statistics"
+
+    # Compare every output with its reference and, of a server that serves a run, every round with
+    # our own chain's.
+    check: bool = True
+
+
+@dataclass
+class LoadSettings:
+    """How a running server is asked, and what its times are compared with."""
+
+    part: ClassVar[str] = "server"
+
+    # With a server: numbers of requests at the same time, each of which is measured with every
+    # prompt.
+    concurrency: tuple[int, ...] = (1,)
+    # With a server: limits of the time to the first token and of the time per later token, as in
+    # {ttft: 500ms, itl: 50ms}. The share of requests within them is reported. Null reports none.
+    slo: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for level in self.concurrency:
+            refuse_below("concurrency", level, 1)
+
+
+@dataclass
+class SystemSettings:
+    """What is scored: the drafter in which trees, and what it is compared with."""
+
+    part: ClassVar[str] = "systems"
+
     # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped,
     # untrained, ngram, retrieval and those of installed packages; transformers decodes generate,
     # prompt_lookup, assistant and early_exit. With fixed, the drafter, its start, the untrained and
@@ -67,20 +132,51 @@ class EvalSettings:
     # answers in a run's training data, any other value is a folder that spectrain data index wrote,
     # and null is no store.
     store: str | None = OWN_STORE
-    # Compare every output with its reference and, of a server that serves a run, every round with
-    # our own chain's.
-    check: bool = True
-    # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always
-    # reports them.
-    quality: bool = False
-    # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score
-    # them.
-    execute: bool = False
-    # Decode once more with every draft correct, as the upper bound for a better drafter.
-    oracle: bool = True
-    # Write report.html with example drafts, and measure what drafting adds to memory and what
-    # training changed in the target.
-    report: bool = True
+    # Directory of the model that the assistant baseline drafts with; null is allowed without that
+    # baseline.
+    assistant: str | None = None
+    # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit
+    # layer.
+    exit_layer: int | None = None
+    # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino,
+    # llamacpp, vllm, or auto for the first of these that is installed and serves the drafter. Null
+    # scores it in none.
+    serve_in: ServingEngine | None = None
+
+    def __post_init__(self) -> None:
+        refuse_below("exit_layer", self.exit_layer, 1)
+        if self.serve_in not in (None, *get_args(ServingEngine)):
+            raise UserError(
+                f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}"
+            )
+        if self.serve_in is not None:
+            require_server_scores("eval.serve_in")
+        for name in self.baselines:
+            if (
+                name not in (*OURS, *TRANSFORMERS)
+                and (missing := explain_missing("drafter", name)) is not None
+            ):
+                raise UserError(f"eval.baselines: {missing}")
+        refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
+        if "assistant" in self.baselines and self.assistant is None:
+            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the evaluation needs the data that a run was trained on."""
+        return bool(
+            {"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines}
+        )
+
+
+@dataclass
+class DecodingSettings:
+    """How this engine decodes, how often, and on which prompts it prepares."""
+
+    part: ClassVar[str] = "decoding"
+
+    # Number of prompts that are decoded together.
+    batch_size: int = 1
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and
     # auto captures on a GPU.
     engine: EngineChoice = "auto"
@@ -91,17 +187,45 @@ class EvalSettings:
     # Number of times to decode every pair of runs where times are unsteady; later repetitions
     # interleave the two systems round by round.
     repeats: int = 2
+    # Minutes that a score may take, from the search for trees to the report: as many prompts are
+    # decoded as fit, at least four, and categories take turns. Null decodes all prompts.
+    max_minutes: float | None = None
     # Prompts on which trees are searched and timed; null uses openings of the embedded
     # conversations.
     calibration: str | None = None
     # Largest number of prompts for searching and timing trees.
     calibration_limit: int = 8
-    # Directory of the model that the assistant baseline drafts with; null is allowed without that
-    # baseline.
-    assistant: str | None = None
-    # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit
-    # layer.
-    exit_layer: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "calibration_limit", "repeats"):
+            refuse_below(key, getattr(self, key), 1)
+        if self.max_minutes is not None:
+            refuse_not_positive("max_minutes", self.max_minutes)
+        if self.engine not in get_args(EngineChoice):
+            raise UserError(
+                f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}"
+            )
+        if self.drafter_dtype not in get_args(DrafterDtype):
+            raise UserError(
+                f"eval.drafter_dtype={self.drafter_dtype}: choose from "
+                f"{', '.join(get_args(DrafterDtype))}"
+            )
+
+
+@dataclass
+class StatisticsSettings:
+    """What is computed of the answers, beyond lengths, times and speedups."""
+
+    part: ClassVar[str] = "statistics"
+
+    # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always
+    # reports them.
+    quality: bool = False
+    # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score
+    # them.
+    execute: bool = False
+    # Decode once more with every draft correct, as the upper bound for a better drafter.
+    oracle: bool = True
     # Longest time between two tokens that a reader accepts, in milliseconds. Without a server, the
     # share of the times within it is reported, and goodput counts the answers that keep it in 95 %
     # of their tokens.
@@ -113,20 +237,11 @@ class EvalSettings:
     # operations per second in the target's type, as in {bandwidth: 3350, tflops: 989}; null
     # predicts none.
     other_device: dict[str, float] | None = None
-    # With a server: numbers of requests at the same time, each of which is measured with every
-    # prompt.
-    concurrency: tuple[int, ...] = (1,)
-    # With a server: limits of the time to the first token and of the time per later token, as in
-    # {ttft: 500ms, itl: 50ms}. The share of requests within them is reported. Null reports none.
-    slo: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        for key in ("limit", "batch_size", "calibration_limit", "exit_layer", "repeats"):
-            refuse_below(key, getattr(self, key), 1)
-        refuse_below("max_new_tokens", self.max_new_tokens, 2)
-        for key in ("max_minutes", "bound_ms", "price_per_hour"):
-            if (value := getattr(self, key)) is not None and not value > 0:
-                raise UserError(f"eval.{key}={value}: use more than 0")
+        for key in ("bound_ms", "price_per_hour"):
+            if (value := getattr(self, key)) is not None:
+                refuse_not_positive(key, value)
         device = self.other_device
         if device is not None and (
             set(device) != {"bandwidth", "tflops"} or min(device.values()) <= 0
@@ -135,58 +250,12 @@ class EvalSettings:
                 f"eval.other_device={device}: give both numbers, as in {{bandwidth: 3350, tflops: "
                 f"989}}"
             )
-        for level in self.concurrency:
-            refuse_below("concurrency", level, 1)
-        if self.engine not in get_args(EngineChoice):
-            raise UserError(
-                f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}"
-            )
-        if self.serve_in not in (None, *get_args(ServingEngine)):
-            raise UserError(
-                f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}"
-            )
-        if self.serve_in is not None:
-            require_server_scores("eval.serve_in")
-        if self.drafter_dtype not in get_args(DrafterDtype):
-            raise UserError(
-                f"eval.drafter_dtype={self.drafter_dtype}: choose from "
-                f"{', '.join(get_args(DrafterDtype))}"
-            )
-        for name in self.baselines:
-            if (
-                name not in (*OURS, *TRANSFORMERS)
-                and (missing := explain_missing("drafter", name)) is not None
-            ):
-                raise UserError(f"eval.baselines: {missing}")
-        refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
-        self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
-        if "assistant" in self.baselines and self.assistant is None:
-            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
 
-    def describe_context(self) -> dict[str, Any]:
-        """Return the entry of the setting that says how prompts were extended; an empty one if
-        they were not.
-        """
-        return {} if self.context_filler is None else {"context": self.context_filler.describe()}
 
-    @property
-    def uses_clock(self) -> bool:
-        """Whether what is drafted depends on measured times, beyond the tree."""
-        return False
-
-    @property
-    def varies_trees(self) -> bool:
-        """Whether trees of several kinds are decoded, so that the rule must be valid for all of
-        them.
-        """
-        return False
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether the evaluation needs the data that a run was trained on."""
-        return bool(
-            {"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines}
-        )
+def refuse_not_positive(key: str, value: float) -> None:
+    """Refuse a number that is not above 0."""
+    if not value > 0:
+        raise UserError(f"eval.{key}={value}: use more than 0")
 
 
 def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:

@@ -19,8 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, choose_fastest, order_systems
 from spectrain.eval.kinds import kind_runs
-from spectrain.eval.metrics import Turn
-from spectrain.eval.system_numbers import SystemSummary
+from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
 from spectrain.models.device import DeviceLimits, measure_limits, roofline_seconds
 from spectrain.models.target import Target

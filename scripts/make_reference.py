@@ -129,7 +129,7 @@ def render_keys(prefix: str, keys: list[SettingKey]) -> str:
             else ""
         )
         rows.append(
-            f"| `{prefix}{key.name}` | `{default}` | {escape_cell(key.description + values)} |"
+            f"| `{prefix}{key.full_name}` | `{default}` | {escape_cell(key.description + values)} |"
         )
     return "\n".join(["| key | default | description |", "|---|---|---|", *rows]) if rows else ""
 

@@ -18,8 +18,7 @@ import numpy as np
 from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
 from spectrain.eval.intervals import Interval
-from spectrain.eval.metrics import Turn
-from spectrain.eval.system_numbers import Rates
+from spectrain.eval.metrics import Rates, Turn
 from spectrain.eval.user_times import compare_user_times
 
 Axis = Literal["batch", "context", "temperature"]

@@ -115,8 +115,11 @@ def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterabl
             *(f"{name}=" for name in plain),
             *(f"{group}." for group, keys in settings.items() if keys),
         ]
+    group, _, part = group.partition(".")
     if not equals:
-        return [f"{group}.{item.name}=" for item in settings.get(group, [])]
+        names = [item.full_name if part else item.name for item in settings.get(group, [])]
+        parts = {item.part for item in settings.get(group, []) if item.part and not part}
+        return [*(f"{group}.{name}=" for name in names), *(f"{group}.{name}." for name in parts)]
     earlier = value.rpartition(",")[0]  # of a sweep
     start = f"{key}={earlier}," if earlier else f"{key}="
     if key in schema.groups:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from spectrain.config.choices import (
     settings_by_group,
 )
 from spectrain.config.commands import Command, add_installed_commands
+from spectrain.config.grouped import GROUPS_WITH_PARTS
 from spectrain.config.installed import list_conf_folders
 from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
@@ -108,11 +109,14 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
             if group in choices and len(choice_files(group, folders)) > 1
             else ""
         )
-        named = {
-            f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values))
-            for key in keys
-        }
-        parts += [format_section(f"{group}.KEY=VALUE{whose}", format_keys(named))] if keys else []
+        for part in dict.fromkeys(key.part for key in keys):
+            named = {
+                f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values))
+                for key in keys
+                if key.part == part
+            }
+            of_part = f", or {group}.{part}.KEY=VALUE" if part else ""
+            parts.append(format_section(f"{group}.KEY=VALUE{of_part}{whose}", format_keys(named)))
     if "drafter" in schema.groups and "drafter" not in choices:
         parts.append(f"To see the keys of a drafter, run: spectrain {name} drafter=ngram --help")
     return parts
@@ -252,13 +256,22 @@ def describe_recipes(words: list[str]) -> str:
         )
     values = {key: value for key, value in load_yaml(files[name]).items() if key != "defaults"}
     lines = [
-        f"  {group}.{key}={format_value(value, values)}"
+        f"  {key}={format_value(value, values)}"
         for group, node in values.items()
-        for key, value in node.items()
+        for key, value in list_values(group, node)
     ]
     return f"recipe={name}\n{wrap_text(read_header(files[name]), '  ')}\n\nSettings\n" + "\n".join(
         lines
     )
+
+
+def list_values(group: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the full names and the values of a group's settings, those of its parts too."""
+    for key, value in node.items():
+        if group in GROUPS_WITH_PARTS and isinstance(value, Mapping):
+            yield from list_values(f"{group}.{key}", value)
+        else:
+            yield f"{group}.{key}", value
 
 
 def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:

@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
 
 from spectrain.config.build import register_resolvers
+from spectrain.config.grouped import drop_parts, flatten_settings
 from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
@@ -124,7 +125,9 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
             raise UserError(
                 f"{key}: a {type(value).__name__} is no setting; give a name, a number or a text"
             )
-    words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    words = drop_parts(
+        f"{key}={'null' if value is None else value}" for key, value in settings.items()
+    )
     check_words(command, words)
     groups = list_config_groups(words)
     config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
@@ -308,7 +311,8 @@ def evaluate(
             plain["prompts"] = str(prompts)
         elif prompts is not None:
             plain["prompts"] = str(write_prompts(prompts, folder))
-        evaluation = default_group("eval").with_settings(**plain).build()
+        settings = flatten_settings("eval", plain)
+        evaluation = default_group("eval").with_settings(**settings).build()
         if evaluation.serve_in is not None:
             raise UserError(
                 "serve_in: an engine serves the drafter of a run folder; use spectrain eval "

@@ -20,6 +20,7 @@ from spectrain.config.choices import (
     load_schema,
 )
 from spectrain.config.commands import Command
+from spectrain.config.grouped import drop_parts
 from spectrain.config.missing import explain_missing
 from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
@@ -63,6 +64,7 @@ def to_settings(name: str, words: list[str]) -> list[str]:
             settings += to_setting(positional.pop(0), word)
         else:
             settings.append(stands.get(word, word))
+    settings = drop_parts(settings)
     settings = compare_settings(settings) if name == "compare" else settings
     keys_given = {word.partition("=")[0] for word in settings}
     return [

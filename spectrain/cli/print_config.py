@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spectrain.config.commands import read_command_run
+from spectrain.config.grouped import group_settings
 from spectrain.config.spec import GROUPS, RunSpec
 
 
@@ -25,8 +26,14 @@ def format_settings(spec: RunSpec) -> Iterator[str]:
             continue
         yield f"{group}:"
         yield format_line("choice", node.choice, node.find_layer("choice"))
-        for key, value in node.with_defaults().items():
-            yield format_line(key, value, node.find_layer(key))
+        settings = group_settings(group, node.with_defaults(), node.path)
+        for key, value in settings.items():
+            if key in node.with_defaults():
+                yield format_line(key, value, node.find_layer(key))
+                continue
+            yield f"  {key}:"
+            for name, inner in value.items():
+                yield f"  {format_line(name, inner, node.find_layer(name))}"
     yield f"run: {json.dumps(spec.run, ensure_ascii=False)}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.command_only import find_command_only
+from spectrain.config.grouped import flatten_settings
 from spectrain.config.plain_files import read_yaml
 from spectrain.config.settings_file import SettingsFile
 from spectrain.errors import UserError
@@ -89,6 +90,7 @@ def list_words(path: Path, key: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         if "choice" in value:
             yield from choice_words(key, str(value["choice"]))
+        value = flatten_settings(key, value)
         for name, inner in value.items():
             if not NAME_PATTERN.fullmatch(str(name)):
                 raise UserError(

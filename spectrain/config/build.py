@@ -24,6 +24,7 @@ from .choices import (
     list_constructors,
 )
 from .command_only import drop_command_only, list_downloaded, without_downloads
+from .grouped import flatten_settings, group_settings
 from .missing import explain_missing
 from .parts import add_parts
 from .signatures import list_keys
@@ -90,7 +91,8 @@ class GroupSpec:
     ) -> GroupSpec:
         """Read a node of hydra, with a `_target_` and settings, or an empty one."""
         plain = to_containers(node or {})
-        settings = {key: value for key, value in plain.items() if key != "_target_"}
+        settings = flatten_settings(group, plain)
+        settings.pop("_target_", None)
         choice = choice_name(group, plain) if "_target_" in plain else None
         return cls(group, choice, settings, layers or {}, None if origin is None else str(origin))
 
@@ -115,7 +117,7 @@ class GroupSpec:
             )
         names = ("choice", "_target_")
         settings = {str(key): value for key, value in saved.items() if key not in names}
-        return cls(group, name, settings)
+        return cls(group, name, flatten_settings(group, settings, choices[name]))
 
     @property
     def layer(self) -> Layer:
@@ -152,9 +154,13 @@ class GroupSpec:
         )
 
     def save(self) -> dict[str, Any]:
-        """Return the group in its saved form, without what only a command sets."""
+        """Return the group in its saved form, settings by part and without what only a command
+        sets.
+        """
         saved = drop_command_only({self.group: self.settings})
         settings = saved.get(self.group, {})
+        if self:
+            settings = group_settings(self.group, settings, self.path)
         return {"choice": self.choice, **settings} if self and saved else settings
 
     def with_defaults(self) -> dict[str, Any]:

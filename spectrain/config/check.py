@@ -24,6 +24,7 @@ from .choices import (
     load_yaml,
     select_choices,
 )
+from .grouped import flatten_settings
 from .missing import explain_missing
 from .signatures import SettingKey, has_source, list_keys
 
@@ -94,7 +95,7 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
         )
     settings = settings_by_name(target)
     checked: dict[str, Any] = {"_target_": target}
-    for name, value in node.items():
+    for name, value in flatten_settings(group, node, target).items():
         if name == "init" and group == "drafter":
             checked[name] = value
         elif name != "_target_":

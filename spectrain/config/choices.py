@@ -284,10 +284,20 @@ def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list
         ]
         changed = {**node, **schema.values.get(group, {}), **given, **dict.fromkeys(unused)}
         result[group] = [
-            replace(key, default=format_default(changed[key.name])) if key.name in changed else key
+            replace(key, default=format_default(values_of_key[0])) if values_of_key else key
             for key in list_keys(node["_target_"])
+            for values_of_key in [find_values(changed, key)]
         ]
     return result
+
+
+def find_values(node: Mapping[str, Any], key: SettingKey) -> list[Any]:
+    """Return the value of a setting in a node, in its part or outside of it, as a list; an empty
+    one where the node does not set it.
+    """
+    part = node.get(key.part)
+    inner = [part[key.name]] if isinstance(part, Mapping) and key.name in part else []
+    return [node[key.name]] if key.name in node else inner
 
 
 def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:

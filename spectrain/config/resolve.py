@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from .build import GroupSpec, Layer, to_containers
 from .check import check_config
 from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
+from .grouped import flatten_groups, flatten_settings
 from .settings_file import SettingsFile
 
 Layers = dict[str, dict[str, Layer]]
@@ -56,7 +57,7 @@ def resolve(
         checked = check_config(config, allowed_keys)
         layers = find_layers(checked, words, recipe, file)
     else:
-        composed, requested = split_command(config, words)
+        composed, requested = split_command(flatten_groups(config), words)
         merged, layers = merge_layers(
             {"config": {**lower.config, **composed}, "run": lower.run, "command": requested}
         )
@@ -94,7 +95,7 @@ def find_layers(
     of_file = find_named_keys(() if file is None else file.words)
     named = None if words is None else find_named_keys(words)
     path = choice_files("recipe", list_folders()).get(recipe) if recipe else None
-    values = load_yaml(path) if path is not None else {}
+    values = flatten_groups(load_yaml(path)) if path is not None else {}
     changed = {
         group.removeprefix("override /") for entry in values.get("defaults", ()) for group in entry
     }
@@ -180,4 +181,5 @@ def default_group(group: str) -> GroupSpec:
     file = Path(group) / f"{load_schema('train').groups[group]}.yaml"
     path = next((folder / file for folder in list_folders() if (folder / file).exists()), None)
     node = to_containers(OmegaConf.create(load_yaml(path))) if path is not None else {}
+    node = flatten_settings(group, node)
     return GroupSpec.from_node(group, node, dict.fromkeys(map(setting_name, node), "config"))

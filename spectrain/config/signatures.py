@@ -7,7 +7,7 @@ import re
 import sys
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,13 @@ class SettingKey:
     value: Any = None
     # Whether the constructor takes it by keyword only, after its other fields.
     is_keyword_only: bool = False
+    # The part of the group that it belongs to; empty in a group without parts.
+    part: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """Return the name within its group: PART.NAME in a group with parts."""
+        return f"{self.part}.{self.name}" if self.part else self.name
 
 
 def format_literal(value: Any) -> str:
@@ -212,6 +219,7 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt) -> list[SettingKey]:
             key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base)
         ]
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+        part = _read_part(node)
         for item in body:
             if (
                 is_data
@@ -219,7 +227,8 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt) -> list[SettingKey]:
                 and "init=False" not in ast.unparse(item)
             ):
                 parameter = ast.arg(ast.unparse(item.target), item.annotation)
-                result.append(_make_key(source, parameter, _field_default(item.value), item))
+                key = _make_key(source, parameter, _field_default(item.value), item)
+                result.append(None if key is None else replace(key, part=part))
         result.sort(key=lambda key: key is not None and key.is_keyword_only)
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
@@ -238,6 +247,18 @@ def _constructor_keys(source: ParsedModule, node: ast.stmt) -> list[SettingKey]:
             )
     # A field that is declared again replaces that of a base.
     return list({key.name: key for key in result if key is not None}.values())
+
+
+def _read_part(node: ast.ClassDef) -> str:
+    """Return the part of a group that a dataclass declares as `part`; "" without one."""
+    values = [
+        item.value.value
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and ast.unparse(item.target) == "part"
+        and isinstance(item.value, ast.Constant)
+    ]
+    return str(values[0]) if values else ""
 
 
 def _find_config(source: ParsedModule, parameter: ast.arg) -> tuple[ParsedModule, ast.stmt] | None:

@@ -43,6 +43,7 @@ GROUPS = sorted(
     }
 )
 CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
+EVALUATION = "spectrain.eval.default.DefaultEvaluation"
 TARGETS = sorted(
     {
         load_yaml(choice_files(group, conf_folders())[choice]).get("_target_")
@@ -123,6 +124,16 @@ def test_help_shows_every_group_and_key(
     for group, keys in settings_by_group(schema, to_settings(name, [])).items():
         assert all(f"\n  {group}.{key.name}=" in shown for key in keys)
     assert all(f"\n  {key.name}={key.default}" in shown and key.description for key in schema.keys)
+
+
+def test_settings_of_a_part_stand_together() -> None:
+    """The title of a section says how its keys are written with their part."""
+    shown = help.explain_command("train", ["recipe=eagle3"])
+    _, _, rest = shown.partition("eval.KEY=VALUE, or eval.dataset.KEY=VALUE (eval=default)\n")
+    section, _, _ = rest.partition("\n\n")
+    names = [line.split("=")[0].strip() for line in section.splitlines() if "  eval." in line[:7]]
+    expected = [key.name for key in list_keys(EVALUATION) if key.part == "dataset"]
+    assert names == [f"eval.{name}" for name in expected]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -23,6 +23,7 @@ from spectrain.config.choices import (
     select_choices,
     settings_by_group,
 )
+from spectrain.config.grouped import drop_part
 from spectrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ def check_keys(config: str, arguments: list[str]) -> None:
     settings = settings_by_group(schema, arguments)
     choices = select_choices(schema, arguments)
     for argument in arguments:
-        group, dot, name = argument.partition("=")[0].partition(".")
+        group, dot, name = drop_part(argument.partition("=")[0]).partition(".")
         if dot and group in schema.groups | schema.nodes:
             is_chosen = group in choices or group in schema.nodes
             exists = (
@@ -345,7 +346,7 @@ def test_the_reference_describes_every_setting() -> None:
     names = {name.strip(" `") for name, *_ in rows}
     for config in ("train", "eval", "compare"):
         for group, keys in settings_by_group(load_schema(config), []).items():
-            assert {f"{group}.{key.name}" for key in keys} <= names
+            assert {f"{group}.{key.full_name}" for key in keys} <= names
     assert all(f"recipe={name}" in settings for name in choice_files("recipe", conf_folders()))
 
 

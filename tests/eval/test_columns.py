@@ -13,9 +13,9 @@ from spectrain.eval.columns import (
     list_systems,
     tracked_values,
 )
+from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.page import write_report
 from spectrain.eval.report import comparison_titles, print_table
-from spectrain.eval.system_numbers import SystemSummary
 from tests.eval.test_report import make_entry
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
-from spectrain.eval.metrics import Turn
+from spectrain.eval.metrics import SystemNumbers, Turn
 from spectrain.eval.notes import explain_numbers
-from spectrain.eval.system_numbers import SystemNumbers
 
 SECONDS = {"prefill": 100.0, "draft": 1.0, "verify": 2.0, "accept": 0.5, "other": 0.5}
 

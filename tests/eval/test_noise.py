@@ -13,7 +13,7 @@ from spectrain.decoding.session import EngineChoice
 from spectrain.drafters.causal import Causal
 from spectrain.eval.columns import format_speedup
 from spectrain.eval.intervals import Interval
-from spectrain.eval.metrics import Turn, speedup
+from spectrain.eval.metrics import Speedup, Turn, speedup
 from spectrain.eval.noise import (
     Noise,
     baseline_jitter,
@@ -25,7 +25,6 @@ from spectrain.eval.noise import (
     median_pairs,
 )
 from spectrain.eval.notes import describe_noise
-from spectrain.eval.system_numbers import Speedup
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target

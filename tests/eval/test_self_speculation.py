@@ -27,10 +27,9 @@ from spectrain.errors import UserError
 from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
-from spectrain.eval.metrics import Turn, measure_system
+from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
-from spectrain.eval.system_numbers import SystemNumbers
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target

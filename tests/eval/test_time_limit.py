@@ -11,7 +11,7 @@ import pytest
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt, take_turns
-from spectrain.eval.settings import EvalSettings
+from spectrain.eval.settings import DecodingSettings
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.eval.turns import Interleaving
 from tests.eval.test_noise import make_generation
@@ -79,4 +79,4 @@ def test_any_first_part_covers_the_categories() -> None:
 
 def test_a_limit_below_zero_is_refused() -> None:
     with pytest.raises(UserError, match="eval.max_minutes=0"):
-        EvalSettings(max_minutes=0)
+        DecodingSettings(max_minutes=0)

@@ -6,9 +6,8 @@ import pytest
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval import metrics
-from spectrain.eval.metrics import price_tokens
+from spectrain.eval.metrics import Rates, price_tokens
 from spectrain.eval.notes import describe_worst_category
-from spectrain.eval.system_numbers import Rates
 from spectrain.eval.user_times import describe_user_times, measure_user_times, token_gaps
 
 from .test_metrics import TURNS, make_generation, make_turn

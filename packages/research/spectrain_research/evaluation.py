@@ -3,7 +3,7 @@ removed here with the idea.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spectrain.config.values import Count, Number, Seed, Share
 from spectrain.errors import UserError
@@ -28,11 +28,21 @@ from .transport.evaluation import Optimum
 
 
 @dataclass
-class ResearchPart(EvalPart):
-    """The settings of `eval` that belong to ideas."""
+class GuardSettings:
+    """Whether rounds that do not pay are decoded without drafts."""
+
+    part: ClassVar[str] = "systems"
 
     # Decode autoregressively while drafting does not pay.
     guard: bool = False
+
+
+@dataclass
+class IdeaSweeps:
+    """What is varied for one drafter."""
+
+    part: ClassVar[str] = "axes"
+
     # What to vary for one drafter: tree builders, chain lengths, exits or prunings, the number of
     # prompts at once (batch), the length of prompts (context) or the temperature; null varies
     # nothing.
@@ -47,6 +57,16 @@ class ResearchPart(EvalPart):
     exits: tuple[int, ...] | None = None
     # Chain lengths of eval.sweep=exit, in tokens.
     depths: tuple[int, ...] = (2, 4, 6)
+    # Numbers of most likely tokens that eval.sweep=prune tries.
+    tops: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class PruningSettings:
+    """How trees lose unlikely branches within the target."""
+
+    part: ClassVar[str] = "pruning"
+
     # Number of target layers after which unlikely branches are dropped from the drafter's trees;
     # null does not prune.
     prune_layer: int | None = None
@@ -56,6 +76,14 @@ class ResearchPart(EvalPart):
     # Rank of the early head that names these tokens, fitted beforehand and used if it ranks drafts
     # as well as the target's head; 0 uses the target's head.
     prune_rank: Number = 64
+
+
+@dataclass
+class GraftingSettings:
+    """How trees gain likely nodes within the target."""
+
+    part: ClassVar[str] = "grafting"
+
     # Number of target layers after which likely nodes that the drafter's trees lack join them; null
     # grafts nothing.
     graft_layer: int | None = None
@@ -66,8 +94,14 @@ class ResearchPart(EvalPart):
     # Rank of the early head that names them, fitted beforehand as for eval.prune_rank; 0 uses the
     # target's head.
     graft_rank: Number = 64
-    # Numbers of most likely tokens that eval.sweep=prune tries.
-    tops: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class AdversarySettings:
+    """How prompts are sought that slow the drafter down."""
+
+    part: ClassVar[str] = "adversaries"
+
     # Number of edits of every prompt to try, in search of one that slows the drafter down; null
     # tries none.
     adversary: Count | None = None
@@ -77,9 +111,25 @@ class ResearchPart(EvalPart):
     adversary_same: Share = 0.9
     # Seed of the random edits.
     adversary_seed: Seed = 0
+
+
+@dataclass
+class OptimumSettings:
+    """Whether the upper bound on acceptance is measured."""
+
+    part: ClassVar[str] = "statistics"
+
     # Measure by depth the upper bound on acceptance of any lossless rule, and the acceptance of
     # each rule.
     optimum: bool = False
+
+
+@dataclass
+class BeamChoices:
+    """How prompts are decoded with beams."""
+
+    part: ClassVar[str] = "beam_search"
+
     # Number of beams with which the prompts are decoded as well, without a drafter and with it;
     # null decodes without beams.
     beams: Count | None = None
@@ -95,6 +145,14 @@ class ResearchPart(EvalPart):
     # File of the codes of valid items, one JSON list of token ids per line, to which beams are
     # restricted; null restricts nothing.
     items: str | None = None
+
+
+@dataclass
+class ConcurrencySettings:
+    """How drafting and verification run at the same time."""
+
+    part: ClassVar[str] = "concurrent"
+
     # Draft in a second process while the target verifies. With post, it drafts as if all drafts
     # will be accepted. With pearl, the target also decodes autoregressively while a rejected draft
     # is replaced. With outcomes, it drafts for several likely results of the verification. Null
@@ -102,7 +160,6 @@ class ResearchPart(EvalPart):
     overlap: Literal["post", "pearl", "outcomes"] | None = None
     # With eval.overlap=outcomes, how many likely results of the verification to draft ahead for.
     outcomes: Count = 8
-
     # What several stages of layers with several runs in flight would gain: simulate computes it
     # from measured rounds, processes also decodes with every stage in a process of its own. Null
     # does neither.
@@ -111,6 +168,13 @@ class ResearchPart(EvalPart):
     stages: Count = 2
     # Largest number of runs in flight of eval.pipeline.
     in_flight: Count = 3
+
+
+@dataclass
+class LearningSettings:
+    """How the drafter learns while it is scored."""
+
+    part: ClassVar[str] = "learning"
 
     # Let the drafter learn from the corrections of the target while it is scored, next to a copy
     # that does not learn.
@@ -123,6 +187,22 @@ class ResearchPart(EvalPart):
     # answers are all tokens of the answers, split replays drafts with the loss of Draft-OPD, and
     # dvi takes drafts up to their first rejected token with the loss of DVI.
     online_learn: LearnFrom = "corrections"
+
+
+@dataclass
+class ResearchPart(
+    EvalPart,
+    LearningSettings,
+    ConcurrencySettings,
+    BeamChoices,
+    OptimumSettings,
+    AdversarySettings,
+    GraftingSettings,
+    PruningSettings,
+    IdeaSweeps,
+    GuardSettings,
+):
+    """The settings of `eval` that belong to ideas."""
 
     def check(self, evaluation: PromptedEvaluation) -> None:
         refuse_below("prune_layer", self.prune_layer, 1)

@@ -24,11 +24,10 @@ from spectrain.eval.drift import logits
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.identity import check_identity
 from spectrain.eval.intervals import interval
-from spectrain.eval.metrics import Turn, measure_system
+from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
 from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.summary import write_lines
-from spectrain.eval.system_numbers import SystemNumbers
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target

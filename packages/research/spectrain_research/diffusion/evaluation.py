@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ class DiffusionEvaluation(Evaluation):
     The target of the command gives the tokenizer and judges the answers: `log_p` is its mean
     log-probability of their tokens. Its drafter is not used.
     """
+
+    part: ClassVar[str] = "diffusion"
 
     # Folder of the masked language model, which lab/small_targets/make_masked_model.py trains.
     model: str | None = None

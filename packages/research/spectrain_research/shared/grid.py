@@ -10,8 +10,8 @@ from rich.table import Table
 from spectrain.errors import UserError
 from spectrain.eval.columns import format_number, format_speedup, format_speedup_interval
 from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.noise import is_possible
-from spectrain.eval.system_numbers import SystemSummary
 from spectrain.models.target import Target
 
 

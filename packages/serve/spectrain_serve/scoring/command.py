@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from spectrain.config.build import GroupSpec, to_containers
 from spectrain.config.check import check_node
+from spectrain.config.grouped import flatten_groups
 from spectrain.config.resolve import LowerLayers, default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
@@ -46,20 +47,7 @@ from .score import (
 )
 from .search import Cause, CauseLister
 
-APPLICABLE = (
-    "name",
-    "prompts",
-    "categories",
-    "limit",
-    "context",
-    "context_method",
-    "documents",
-    "max_new_tokens",
-    "concurrency",
-    "slo",
-    "check",
-    "report",
-)
+APPLICABLE = tuple(key.name for key in fields(ServerEvaluation))
 """Keys of `eval` that a server's score reads."""
 FIXED_GROUPS = {
     "tree": "the server drafts a chain of the length that it was started with",
@@ -73,7 +61,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     """Score the server that the settings of `spectrain eval` name; return the content of
     summary.json.
     """
-    requested = to_containers(config)
+    requested = flatten_groups(to_containers(config))
     refuse_inapplicable(requested)
     spec, folder = resolve_server_spec(requested)
     evaluation = make_evaluation(spec)

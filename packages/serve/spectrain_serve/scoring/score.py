@@ -17,7 +17,7 @@ from spectrain.errors import RunError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
-from spectrain.eval.metrics import Turn, measure_system
+from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
@@ -29,7 +29,6 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
