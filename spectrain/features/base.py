@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
@@ -85,6 +86,16 @@ class BatchRequest:
     def texts(self) -> list[list[int]]:
         """The tokens of every example, with their images."""
         return [example.tokens for example in self.examples]
+
+
+def compute_alone(example: Example, target: Target, layers: tuple[Layer, ...]) -> Tensor:
+    """Return the features [T, L, D] of an example that the target runs by itself.
+
+    The last bits depend on the batch: features that are kept for other batches, or for a resumed
+    run, would otherwise depend on the batch that computed them.
+    """
+    tokens = torch.tensor([example.tokens], device=target.device)
+    return target.features(tokens, layers, texts=[example.tokens]).hidden[0]
 
 
 class Source(ABC):

@@ -2,14 +2,13 @@
 target width.
 """
 
-import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .base import BatchRequest, FeatureSource
+from .base import BatchRequest, FeatureSource, compute_alone
 from .batch import Batch, pad_or_pack
 
 
@@ -43,16 +42,10 @@ class LiveSource(FeatureSource):
         return target.features(batch.tokens, request.layers, batch.lengths, request.texts).hidden
 
     def _compute_features(self, example: Example, request: BatchRequest) -> Tensor:
-        """Return the features [T, L, D] of one example, and cache them if there is room.
-
-        The example runs by itself, because the last bits depend on the batch: a resumed run, whose
-        cache is empty, would otherwise not compute the same features as an uninterrupted one.
-        """
+        """Return the features [T, L, D] of one example, and cache them if there is room."""
         if example.content_hash in self.cached_features:
             return self.cached_features[example.content_hash]
-        target = request.target
-        tokens = torch.tensor([example.tokens], device=target.device)
-        hidden = target.features(tokens, request.layers, texts=[example.tokens]).hidden[0]
+        hidden = compute_alone(example, request.target, request.layers)
         size = hidden.numel() * hidden.element_size()
         if self.cached_bytes + size <= self.max_cached_bytes:
             self.cached_features[example.content_hash] = hidden = hidden.to("cpu", copy=True)

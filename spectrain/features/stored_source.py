@@ -3,6 +3,7 @@ width.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .base import BatchRequest, FeatureCache, FeatureSource
+from .base import BatchRequest, FeatureCache, FeatureSource, compute_alone
 from .batch import Batch, pad_or_pack
 from .speculators import SpeculatorsCache, find_hidden_states
 from .store import FeatureStore
@@ -201,12 +202,7 @@ class StoredSource(FeatureSource):
                     f"source.path={self.path}: {num_missing} sequences of a batch are not in it; "
                     "set source.capture=true"
                 )
-            # Run the full batch, as source=live does: the last bits of a product depend on the
-            # batch.
-            hidden = target.features(
-                batch.tokens, store.layers, batch.lengths, request.texts
-            ).hidden
-            parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
+            parts = self._compute_missing(batch, request, store.layers, rows)
             rows = [
                 store.put_states(example, states[: len(example.tokens)], layers)
                 if row is None
@@ -214,6 +210,28 @@ class StoredSource(FeatureSource):
                 for example, row, states in zip(examples, rows, parts)
             ]
         return pad_or_pack([row for row in rows if row is not None], request.packed)
+
+    def _compute_missing(
+        self,
+        batch: Batch,
+        request: BatchRequest,
+        layers: tuple[Layer, ...],
+        rows: Sequence[Tensor | None],
+    ) -> Sequence[Tensor]:
+        """Return the states [T.., L, D] of every sequence of a batch that has no row; those of the
+        others may be empty.
+
+        They have the bits that source=live has with its default settings: on a CPU every sequence
+        runs by itself, elsewhere the complete batch runs.
+        """
+        target = request.target
+        if target.device.type == "cpu" and not target.runs_in_lockstep:
+            return [
+                compute_alone(example, target, layers) if row is None else row[:0]
+                for example, row in zip(request.examples, rows)
+            ]
+        hidden = target.features(batch.tokens, layers, batch.lengths, request.texts).hidden
+        return hidden.unbind() if batch.lengths is None else hidden[0].split(batch.lengths)
 
     def flush(self) -> None:
         if self.store is not None:

@@ -579,7 +579,9 @@ def test_every_family_has_the_same_loss_from_a_store(
     prepare_source(source, drafter, target, make_examples())
     live = compute_gradients(
         drafter,
-        LiveSource().make_batch(BatchRequest(make_examples(), target, layers, packed=packed)),
+        LiveSource(keep_gb=1.0).make_batch(
+            BatchRequest(make_examples(), target, layers, packed=packed)
+        ),
         target,
     )
     source.make_batch(BatchRequest(make_examples(), target, layers, packed=packed))
@@ -633,6 +635,34 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     excluded |= {"smollm2_eagle3"}  # trained already
     # Those of a package that is not installed are not defined.
     assert defined == compared | (excluded & defined)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_captured_states_do_not_depend_on_the_batch(
+    shallow: Target, tmp_path: Path, count: int
+) -> None:
+    """On a CPU a text has the states that it has alone, in a live source's cache as in a store.
+
+    Products of 40 rows, those of two texts, round differently from products of 20.
+    """
+    layers: tuple[Any, ...] = (1, "final")
+    examples = make_examples(count)
+    sources: list[Source] = [
+        LiveSource(keep_gb=1.0),
+        StoredSource(str(tmp_path / "together")),
+        StoredSource(str(tmp_path / "apart")),
+    ]
+    for source in sources:
+        source.prepare(shallow, layers, None, examples)
+    for example in examples:
+        sources[2].make_batch(BatchRequest([example], shallow, layers))
+    live, *stored = (
+        source.make_batch(BatchRequest(examples, shallow, layers)).features for source in sources
+    )
+    assert live is not None
+    assert all(
+        features is not None and torch.equal(features.hidden, live.hidden) for features in stored
+    )
 
 
 @pytest.mark.slow

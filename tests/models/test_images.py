@@ -240,7 +240,7 @@ def test_stored_features_are_the_live_ones(
     store.prepare(target, layers, None, examples)
     request = BatchRequest(examples, target, layers)
     live, captured, read = (
-        source.make_batch(request).features for source in (LiveSource(), store, store)
+        source.make_batch(request).features for source in (LiveSource(1.0), store, store)
     )
     assert live is not None and captured is not None and read is not None
     for example, ours, first, again in zip(examples, live.hidden, captured.hidden, read.hidden):
