@@ -2,7 +2,7 @@
 before the first step and after the last one.
 
     python -m lab.benchmarks.recipe_gains
-    python -m lab.benchmarks.recipe_gains 'recipes=["eagle3"]' 'seeds=[0]' 'rates=["recipe","auto"]'
+    python -m lab.benchmarks.recipe_gains 'recipes=["gkd"]' 'rates=["auto*0.5","auto","auto*2"]'
 
 Tokens per forward are those of a greedy chain of 3, forecast by the share of right drafts at every
 token of the target's answers to held-out prompts. All trainings are judged at the same places, so
@@ -20,6 +20,7 @@ import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest
 from spectrain.files import write_text
 from spectrain.provenance import collect_provenance
-from spectrain.training import validation
+from spectrain.training import rates, validation
 from spectrain.training.run import TrainingRun
 
 from .command import run_benchmark
@@ -46,6 +47,11 @@ OWN_RATE = "recipe"
 CHAIN_DEPTH = 3
 CONVERSATIONS = 320
 """Embedded conversations that are read, of which the same are held out in every training."""
+MEANS = (
+    *("start", "end", "sampled_at_start", "sampled_at_end"),
+    *("loss_at_start", "loss_at_end", "tokens", "lr"),
+)
+"""What a row holds the mean over seeds of."""
 LOSS_TOKENS = 2048
 """Tokens of held-out conversations whose loss is measured, at least."""
 
@@ -57,9 +63,11 @@ class RecipeGains:
 
     def __init__(
         self,
-        # Recipes; those of the core and then those of the research package if none is named.
+        # Recipes, each with further words of the command behind it, as in "eagle3
+        # drafter.loss=forward_kl"; those of the core and then those of research if none is named.
         recipes: tuple[str, ...] = (),
-        # Learning rates: recipe for the recipe's own, or values of trainer.lr.
+        # Learning rates: recipe for the recipe's own, values of trainer.lr, or auto*FACTOR for a
+        # multiple of the rates that trainer.lr=auto chooses.
         rates: tuple[str, ...] = (OWN_RATE,),
         # Seeds of the training. The held-out conversations are the same for all of them.
         seeds: tuple[int, ...] = (0, 1, 2),
@@ -115,7 +123,7 @@ class RecipeGains:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             words = [
-                f"recipe={recipe}",
+                *f"recipe={recipe}".split(),
                 f"target={self.target}",
                 f"data.limit={CONVERSATIONS}",
                 f"trainer.max_steps={self.steps}",
@@ -126,11 +134,12 @@ class RecipeGains:
                 "eval=none",
                 f"run={run}",
             ]
+            name, _, factor = rate.partition("*")
             if rate != OWN_RATE:
-                words.append(f"trainer.lr={rate}")
+                words.append(f"trainer.lr={name}")
             began = time.monotonic()
             try:
-                ends = measure_training(words)
+                ends = measure_training(words, float(factor or 1))
             except (RunError, UserError) as error:
                 return {"error": str(error)}
             seconds = round(time.monotonic() - began, 1)
@@ -147,8 +156,8 @@ class RecipeGains:
 class MeasuredRun(TrainingRun):
     """A training that also measures the loss of held-out conversations in every validation."""
 
-    # The validations of the newest training: forecast, places, loss, and the influences of the
-    # conversations on the error of the forecast.
+    # The validations of the newest training: forecasts of greedy and sampled drafts, places, loss,
+    # and the influences of the conversations on the error of the first.
     validations: ClassVar[list[dict[str, Any]]] = []
     held_out_examples: list[Example]
 
@@ -161,6 +170,7 @@ class MeasuredRun(TrainingRun):
         self.validations.append(
             {
                 "forecast": metrics["forecast"],
+                "sampled": metrics["forecast_sampled"],
                 "places": sum(metrics["places"]),
                 "loss": self._held_out_loss(),
                 "influences": self.validation_history.influences["newest"],
@@ -189,23 +199,25 @@ class MeasuredRun(TrainingRun):
         return total / supervised
 
 
-def measure_training(words: list[str]) -> dict[str, Any]:
+def measure_training(words: list[str], factor: float = 1.0) -> dict[str, Any]:
     """Run `spectrain train` with these words; return forecast, loss and influences of the start
-    and the end, which are its only validations.
+    and the end, which are its only validations. The rates of `trainer.lr=auto` are multiplied by
+    `factor`.
     """
     MeasuredRun.validations.clear()
-    depth, run_class = validation.DRAFT_DEPTH, trainer_module.TrainingRun
-    validation.DRAFT_DEPTH = CHAIN_DEPTH
-    trainer_module.TrainingRun = MeasuredRun
-    try:
+    with (
+        patch.object(validation, "DRAFT_DEPTH", CHAIN_DEPTH),
+        patch.object(trainer_module, "TrainingRun", MeasuredRun),
+        patch.object(rates, "NEW_SHARE", factor * rates.NEW_SHARE),
+        patch.object(rates, "KEPT_SHARE", factor * rates.KEPT_SHARE),
+    ):
         dispatch_command(["train", *words])
-    finally:
-        validation.DRAFT_DEPTH = depth
-        trainer_module.TrainingRun = run_class
     start, end = MeasuredRun.validations
     return {
         "start": start["forecast"],
         "end": end["forecast"],
+        "sampled_at_start": start["sampled"],
+        "sampled_at_end": end["sampled"],
         "loss_at_start": round(start["loss"], 4),
         "loss_at_end": round(end["loss"], 4),
         "places": start["places"],
@@ -228,17 +240,14 @@ def summarize_trainings(trainings: list[dict[str, Any]]) -> list[dict[str, Any]]
     order = {recipe: number for number, recipe in enumerate(list_recipes())}
     measured = sorted(
         (row for row in trainings if "error" not in row),
-        key=lambda row: (order[row["recipe"]], *(row[name] for name in names)),
+        key=lambda row: (order[row["recipe"].split()[0]], *(row[name] for name in names)),
     )
     rows = []
     for key, group in groupby(measured, key=lambda row: tuple(row[name] for name in names)):
         seeds = list(group)
         gains = [row["end"] - row["start"] for row in seeds]
         low, high = gain_interval(gains, [row["influences"] for row in seeds])
-        means = {
-            name: round(float(np.mean([row[name] for row in seeds])), 4)
-            for name in ("start", "end", "loss_at_start", "loss_at_end", "tokens", "lr")
-        }
+        means = {name: round(float(np.mean([row[name] for row in seeds])), 4) for name in MEANS}
         percent = 100 / means["start"]
         rows.append(
             dict(zip(names, key))
@@ -249,7 +258,7 @@ def summarize_trainings(trainings: list[dict[str, Any]]) -> list[dict[str, Any]]
                 "gain": round(percent * float(np.mean(gains)), 2),
                 "gain_interval": [round(percent * low, 2), round(percent * high, 2)],
                 "gains": [round(100 * gain / row["start"], 2) for gain, row in zip(gains, seeds)],
-                "core": (CORE_RECIPES / f"{key[0]}.yaml").exists(),
+                "core": (CORE_RECIPES / f"{key[0].split()[0]}.yaml").exists(),
             }
         )
     return rows
