@@ -113,8 +113,11 @@ class RecipeGains:
             "loss_tokens": LOSS_TOKENS,
             **collect_provenance(),
         }
-        results = {"setting": setting, "rows": summarize_trainings(rows), "trainings": rows}
-        write_text(self.out, json.dumps(results, indent=1) + "\n")
+        results = {"setting": setting, "rows": summarize_trainings(rows)}
+        # One line for each training, whose many influences would fill a page each.
+        lines = ",\n  ".join(map(json.dumps, rows))
+        head = json.dumps(results, indent=1).removesuffix("\n}")
+        write_text(self.out, f'{head},\n "trainings": [\n  {lines}\n ]\n}}\n')
 
     def _measure(self, recipe: str, rate: str, seed: int) -> dict[str, Any]:
         """Train once; return what was measured at both ends, the training's tokens and highest

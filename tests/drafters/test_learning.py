@@ -12,10 +12,12 @@ import torch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
+from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
@@ -44,6 +46,8 @@ STARTS: dict[str, Callable[[Target], Drafter]] = {
         target, num_layers=1, num_drafts=2, vocab_size=48, mask_token_id=MASK_TOKEN
     ),
     "mtp": Mtp,
+    "causal": lambda target: Causal(target, num_layers=2),
+    "pard": lambda target: Pard(target, num_layers=2, num_drafts=2),
     "medusa": lambda target: Medusa(target, num_heads=2, vocab_size=48, loss="forward_kl"),
 }
 
