@@ -134,8 +134,8 @@ class Drafter(nn.Module, ABC):
 
     # Features that it reads in training and decoding; empty for an independent model.
     layers: tuple[Layer, ...] = ()
-    # Whether its weights had a meaning before the training: they are fitted, or those of a trained
-    # model.
+    # Whether its weights had a meaning before the training: they are fitted, copied from the target
+    # as layers that follow each other, or those of a trained model.
     starts_trained: bool = False
     capabilities = Capabilities()
     saved = SavedFiles()

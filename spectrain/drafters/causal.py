@@ -88,6 +88,7 @@ class Causal(Drafter):
         self.beta = beta
         self.loss_temperature = loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
+        self.starts_trained = architecture is None
         self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)

@@ -90,6 +90,7 @@ class Mtp(FeatureLayerDrafter):
         self.is_new_layer = start == "new" or (
             start == "auto" and not (has_data and has_mtp_layer(target.path))
         )
+        self.starts_trained = not self.is_new_layer
         if not self.is_new_layer and has_data:
             self.load_shipped(target)
 

@@ -115,6 +115,7 @@ class Pard(Drafter):
         self.confidence = confidence
         self.without = without
         self.model = make_small_model(target, num_layers, model, architecture)
+        self.starts_trained = architecture is None
         self.mask = nn.Parameter(torch.zeros(1, self.model.width))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)

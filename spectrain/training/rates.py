@@ -40,8 +40,8 @@ def choose_rate(weight: Tensor, is_new: bool) -> float:
     """Return the peak rate of a weight from its size: of a matrix [.., O, I], or of a vector, which
     scales or shifts outputs.
 
-    A matrix of zeros, such as the second factor of an adapter, counts as a new one with as many
-    inputs as its longer side has.
+    A matrix of zeros, such as the second factor of an adapter, counts as one with outputs of size 1
+    and as many inputs as its longer side has.
     """
     entries = weight.detach().float()
     size = float(entries.square().mean().sqrt()) if weight.numel() else 0.0
@@ -51,7 +51,7 @@ def choose_rate(weight: Tensor, is_new: bool) -> float:
     elif size > 0:
         rate = share * size * weight.shape[-1] ** -0.5
     else:
-        rate = NEW_SHARE / max(weight.shape[-2:])
+        rate = share / max(weight.shape[-2:])
     return float(2.0 ** (round(STEPS_PER_DOUBLING * math.log2(rate)) / STEPS_PER_DOUBLING))
 
 

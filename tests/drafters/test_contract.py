@@ -30,6 +30,7 @@ from spectrain.models.lora import find_lora_layers
 from spectrain.models.target import Target
 from spectrain.runs.drafters import is_trainable, load_weights, save_drafter
 from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.training import validation
 from spectrain.training.adapters import LoraAdapter, merge_adapters
 from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
@@ -133,6 +134,9 @@ VARIANTS = {
     for name, (family, options) in VARIANTS.items()
     if family in FAMILIES and str(options.get("inner")) not in MISSING
 }
+# Families of which no validation can judge a draft: one judges drafts of others, and two draft in
+# their own verification.
+UNJUDGED = {"blockwise", "draft_judge", "jacobi"}
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 
 
@@ -302,6 +306,36 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
         losses_by_stage.setdefault(stage, []).append(json.loads(line)["loss"])
     for losses in losses_by_stage.values():
         assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.sweep(4, free=("name",))
+@pytest.mark.parametrize("name", FAMILIES, indirect=True)
+def test_a_training_says_what_it_added_to_its_start(
+    name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a setting, the drafter is measured before step 1 and after the last one, at the
+    same places, and the result says what was added. Nothing is said of a family of which no
+    draft can be judged.
+    """
+    monkeypatch.setattr(validation, "ANSWER_TOKENS", 4)
+    monkeypatch.setattr(validation, "MIN_PLACES", 8)
+    drafter, dataset = prepare_drafter(name, target)
+    if not is_trainable(drafter):
+        return
+    dataset = replace(dataset, held_out=make_conversations(2).examples)
+    result = Trainer(max_steps=1, batch_tokens=512).fit(
+        drafter, target, dataset, LiveSource(), tmp_path
+    )
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    before, after = line["held_out_at_start"], line["held_out"]
+    assert before["places"] == after["places"]
+    gain = result.gain
+    if name in UNJUDGED:
+        assert gain is None and not after["places"]
+        return
+    assert gain is not None and gain.num_places == sum(after["places"]) > 0
+    assert (gain.start, gain.last) == (before["forecast"], after["forecast"])
+    assert gain.interval is not None and gain.describe().startswith("Training ")
 
 
 @pytest.mark.sweep(1)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -35,6 +36,8 @@ from spectrain.eval.recommendations import (
     recommend,
 )
 from spectrain.eval.report import print_comparison
+from spectrain.training import run as training_run
+from spectrain.training import validation
 from tests.installed import load_cases
 
 TOKENS = 1200
@@ -49,6 +52,11 @@ COMMON = (
     ),
     *("eval.limit=2", "eval.max_new_tokens=5", "eval.oracle=false", "eval.repeats=1"),
 )
+
+
+def with_words(words: Iterable[str], *others: str) -> list[str]:
+    """Return `key=value` words, with these others instead of those of the same keys."""
+    return [*{word.partition("=")[0]: word for word in (*words, *others)}.values()]
 
 
 def run_compare(*words: str) -> tuple[int, str]:
@@ -146,6 +154,38 @@ def test_budgets_are_spent(comparison_folder: Path) -> None:
     assert data[0] == data[1]
     text = (comparison_folder / "report.html").read_text()
     assert all(row["name"] in text for row in rows)
+
+
+def test_every_run_is_validated_at_the_same_places(
+    shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes with other data limits, families and stages hold the same conversations out, and
+    the target's answers to them are the same texts in both runs.
+    """
+    monkeypatch.setattr(validation, "ANSWER_TOKENS", 4)
+    monkeypatch.setattr(validation, "MIN_PLACES", 8)
+    recorded = []
+
+    def record(*arguments: Any) -> Any:
+        recorded.append(validation.record_held_out(*arguments))
+        return recorded[-1]
+
+    monkeypatch.setattr(training_run, "record_held_out", record)
+    others = ("data.held_out=0.2", "data.limit=20", "compare.batch=null")
+    words = with_words(COMMON, *others, "compare.training_free=[]")
+    target = ("target=hf", f"target.model={shallow_folder}", "compare.tokens=400")
+    recipes = "recipes=medusa2,dflash"
+    status, stderr = run_compare(recipes, *target, *words, f"run={tmp_path / 'all'}")
+    assert status == 0, stderr
+    first, second = recorded
+    assert len(first.texts.answers) > 1 and first.texts.answers == second.texts.answers
+    places = [
+        json.loads((tmp_path / "all" / name / "metrics.jsonl").read_text().splitlines()[0])[
+            "held_out_at_start"
+        ]["places"]
+        for name in ("medusa2", "dflash")
+    ]
+    assert places[0] == places[1][: len(places[0])]
 
 
 def test_a_comparison_goes_on(comparison_folder: Path, shallow_folder: Path) -> None:

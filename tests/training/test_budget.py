@@ -1,5 +1,6 @@
 """How long a training lasts, when it stops, and which of its weights are the result."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
@@ -148,6 +150,46 @@ def test_resumed_equals_uninterrupted(
         [line.get(key) for key in keys] for line in resumed_lines
     ]
     assert result.result_step == resumed_result.result_step
+
+
+@pytest.mark.parametrize("kill_at", [2, 5])
+def test_resumed_equals_uninterrupted_with_rates_by_sizes(
+    shallow: Target, tmp_path: Path, kill_at: int
+) -> None:
+    """Rates by sizes, a schedule and two stages, of which the second trains adapters of the
+    target: the rates are those of the weights before the first step, in either stage.
+    """
+
+    def train_heads(run: Path, kill: int = 0) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        target = copy.deepcopy(shallow)
+        torch.manual_seed(0)
+        drafter = Medusa(
+            target, num_heads=2, vocab_size=64, adapt="lora", rank=2, self_distillation=True
+        )
+        drafter.prepare(target, torch.arange(target.head.vocab_size))
+        data = Dataset(make_examples(12, 5), 12, 0, 0, held_out=make_examples(2, 6))
+        settings: dict[str, Any] = {"schedule": Wsd(0.5), "log_every": 1, "save_every": 2}
+        trainer = Trainer(
+            lr="auto", warmup=0.3, max_steps=8, batch_tokens=32, eval_every=4, **settings
+        )
+
+        def end_step(step: int) -> None:
+            if step == kill:
+                raise Killed
+
+        if kill:
+            with pytest.raises(Killed):
+                trainer.fit(drafter, target, data, LiveSource(), run, on_step=end_step)
+            return train_heads(run)
+        trainer.fit(drafter, target, data, LiveSource(), run, on_step=end_step)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        weights = {**drafter.state_dict(), **target.state_dict()}
+        return weights, [(line["lr"], line["loss"], line.get("held_out")) for line in lines]
+
+    uninterrupted, lines = train_heads(tmp_path / "whole")
+    resumed, resumed_lines = train_heads(tmp_path / "cut", kill_at)
+    assert_equal(uninterrupted, resumed)
+    assert len(lines) == 8 and lines == resumed_lines
 
 
 # Minutes
