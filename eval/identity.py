@@ -1,6 +1,5 @@
 """Whether drafted outputs are the target's own, token by token."""
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +10,7 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
 from spectrain.models.architectures.quantized import is_quantized
-from spectrain.models.reference_model import generate, reference_model
+from spectrain.models.reference_model import compute_in_float64, generate, reference_model
 from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4  # largest gap between float32 logits that counts as a tie
@@ -167,12 +166,11 @@ def logit_gap(target: Target, context: list[int]) -> LogitGap:
             # Quantized kernels have no float64.
             best = rounded.topk(2).values
             return LogitGap(float(best[0] - best[1]), NEAR_TIE)
-        exact = copy.deepcopy(model)
-        # The faster implementations of experts have no float64.
-        exact.set_experts_implementation("eager")
-        exact.to("cpu", torch.float64)
-        inputs = {} if images is None else images.model_inputs(len(context), exact)
-        logits = exact(torch.tensor([context]), **inputs).logits[0, -1].double()
+        # The parts of a model of images read each other's types.
+        with compute_in_float64(model, layer_by_layer=images is None):
+            inputs = {} if images is None else images.model_inputs(len(context), model)
+            logits = model(torch.tensor([context], device=target.device), **inputs).logits[0, -1]
+        logits = logits.double().cpu()
     best = logits.topk(2).values
     return LogitGap(
         float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max()))

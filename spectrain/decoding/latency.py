@@ -4,6 +4,9 @@ Shapes: B batch, N nodes.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +25,11 @@ from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import Greedy
-from .loop import decode
+from .loop import EagerRunner, decode_steps, make_request
+
+# Seconds of rounds after a prompt, beyond which no more rounds are timed, if every size was timed
+# after a first time.
+MAX_PROBE_SECONDS = 8.0
 
 
 def measure_latency(
@@ -36,7 +43,8 @@ def measure_latency(
     """Time verification and draft steps over up to the builder's budget of nodes.
 
     They are timed after the shortest prompt and after the longest one, repeated up to
-    `max_text_tokens` tokens, because attention over a long text costs more for every node.
+    `max_text_tokens` tokens, because attention over a long text costs more for every node. Where a
+    round takes long, fewer are timed (MAX_PROBE_SECONDS).
     """
     sizes = list_timed_sizes(builder.budget)
     verify: dict[int, dict[int, float]] = {}
@@ -54,7 +62,11 @@ def measure_latency(
     ]
     for prompt in {len(prompt): prompt for prompt in timed_prompts}.values():
         probe = LatencyProbe(sizes, builder.depth, target.head.vocab_size)
-        decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
+        request = make_request(target, [prompt], limit, ignore_eos=True)
+        with closing(decode_steps(EagerRunner(target, Greedy(), drafter, probe), request)) as steps:
+            for _ in steps:
+                if probe.is_out_of_time:
+                    break
         check_rollout(builder, probe.num_measured > 0)
         length = len(prompt) + limit // 2
         verify[length] = {
@@ -145,7 +157,16 @@ class LatencyProbe(TreeBuilder):
 
     name = "probe"
 
-    def __init__(self, sizes: list[int], depth: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        depth: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        # The clock at the first round.
+        self.start_time: float | None = None
         self.sizes = sizes
         self.depth = depth
         self.vocab_size = vocab_size
@@ -158,7 +179,18 @@ class LatencyProbe(TreeBuilder):
         self.extend_seconds = 0.0
         self.tree_size = 1
 
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether every size was timed twice and more, and enough time was spent on that."""
+        return (
+            self.start_time is not None
+            and self.num_measured >= 2 * len(self.sizes)
+            and self.clock() - self.start_time > MAX_PROBE_SECONDS
+        )
+
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        if self.start_time is None:
+            self.start_time = self.clock()
         self.tree_size = self.sizes[self.num_measured % len(self.sizes)]
         if draft.rollout is not None or draft.continuations is None:
             return super().grow(prefix, replace(draft, merge_copies=None))

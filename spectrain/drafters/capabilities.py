@@ -39,6 +39,16 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class FitSeconds:
+    """How long a fit takes on this machine once its features are there."""
+
+    # For each token that it reads.
+    per_token: float
+    # However many tokens it reads.
+    solving: float
+
+
+@dataclass(frozen=True)
 class InitialFit:
     """Initial weights that are fitted to the target's states before the first training step."""
 
@@ -46,6 +56,8 @@ class InitialFit:
     num_tokens: int
     # Sets the weights of the drafter from batches that hold the features of the first stage.
     run: Callable[[Any, Sequence[Batch], Target], None]
+    # Estimates how long that takes for the drafter, by timing a small part of it.
+    measure: Callable[[Any], FitSeconds]
 
 
 @dataclass(frozen=True)

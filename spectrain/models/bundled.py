@@ -183,9 +183,8 @@ def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
     from .gguf_header import lend_header, read_gguf_header
 
     header = read_gguf_header(gguf)
-    with lend_header(header.without_vocabulary()):
-        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     with lend_header(header):
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config._name_or_path = name

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,17 @@ class HeaderField:
         """The indices of the parts that are values, which here are all."""
         return range(len(self.parts))
 
+    @property
+    def is_text_array(self) -> bool:
+        """Whether the value is an array of texts."""
+        return self.types[0] == ValueType.ARRAY and self.types[-1] == ValueType.STRING
+
+    @property
+    def value(self) -> Any:
+        """The value as Python has it: a number, a text, or a list of either."""
+        values = [str(part, "utf-8") if isinstance(part, bytes) else part[0] for part in self.parts]
+        return values if self.types[0] == ValueType.ARRAY else values[0]
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -97,6 +110,20 @@ class GgufHeader:
         """Return the text of a key; raise KeyError where there is none."""
         return str(self.fields[key].parts[0], "utf-8")
 
+    def read_metadata(
+        self, string_arrays: Collection[str] = ()
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the values of the keys, and the names of the tensors. An array of texts is their
+        number, unless its key is among `string_arrays`.
+        """
+        values = {
+            key: len(entry.parts)
+            if entry.is_text_array and key not in string_arrays
+            else entry.value
+            for key, entry in self.fields.items()
+        }
+        return values, tuple(tensor.name for tensor in self.tensors)
+
     def without_vocabulary(self) -> GgufHeader:
         """Return the header with empty texts for tokens and without the other long arrays, none of
         which a configuration reads.
@@ -113,9 +140,18 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Return the header of a GGUF file; raise a UserError if a file is no GGUF file, or if its
     header says more than the file can hold.
+
+    The newest one is kept: a vocabulary of 150,000 tokens takes some tenths of a second.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; give a GGUF file")
+    status = path.stat()
+    return _read_header(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_header(path: Path, size: int, changed: int) -> GgufHeader:
+    """Read the header of a file that has this size and was changed at this time."""
     try:
         with (
             path.open("rb") as file,
@@ -137,17 +173,44 @@ def count_values(path: Path) -> int:
 
 @contextmanager
 def lend_header(header: GgufHeader) -> Iterator[None]:
-    """Let transformers read the keys of a file from its header, instead of by `gguf.GGUFReader`,
-    which takes ten seconds for a vocabulary of 150,000 tokens, and is called several times.
+    """Let transformers take the keys of a file from its header. It reads them itself several times
+    otherwise, which for a vocabulary of 150,000 tokens takes seconds each time.
     """
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = lambda path, *args: (
-        header if Path(path).resolve() == header.path.resolve() else reader(path, *args)
-    )
+    try:
+        # From 5.23 on, tokenizers have a reader of their own; configurations need no vocabulary.
+        readers = [
+            import_module(f"transformers.integrations.gguf{name}") for name in ("", ".reader")
+        ]
+    except ImportError:
+        readers = []
+    lent = header.without_vocabulary() if readers else header
+    with ExitStack() as stack:
+        stack.enter_context(_lend_function(gguf, "GGUFReader", header.path, lambda *_: lent))
+        for reader in readers:
+            stack.enter_context(
+                _lend_function(reader, "read_gguf_metadata", header.path, header.read_metadata)
+            )
+        yield
+
+
+@contextmanager
+def _lend_function(
+    module: Any, name: str, file: Path, function: Callable[..., Any]
+) -> Iterator[None]:
+    """Call a function in place of a module's own for one file, whose path is the first argument
+    of the module's.
+    """
+    own = getattr(module, name)
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        is_lent = Path(path).resolve() == file.resolve()
+        return function(*args, **kwargs) if is_lent else own(path, *args, **kwargs)
+
+    setattr(module, name, call)
     try:
         yield
     finally:
-        gguf.GGUFReader = reader
+        setattr(module, name, own)
 
 
 class HeaderReader:

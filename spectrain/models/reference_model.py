@@ -1,11 +1,11 @@
 """The target without any change by this project: the reference in every comparison."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -16,6 +16,7 @@ from spectrain.kernels.dispatch import run_on_cpu
 from .cache_layer import attention_dtype
 from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
 from .forward_override import override_forwards
+from .model_parts import find_decoder, find_layers
 from .target import Target
 
 EXACT_SDPA = "sdpa_exact"
@@ -68,6 +69,66 @@ def reference_model(target: Target) -> Iterator[Any]:
         architecture.set_attention(model, architecture.attention_name)
         if packed:
             pack_linears(model)
+
+
+@contextmanager
+def compute_in_float64(model: Any, layer_by_layer: bool = True) -> Iterator[None]:
+    """Let a model compute in float64 while the context is open.
+
+    Layer by layer, weights are converted when they are needed: all of them at once take four times
+    the memory of a model in bfloat16.
+    """
+    experts = getattr(model.config, "_experts_implementation", None)
+    # The faster implementations of experts have no float64.
+    model.set_experts_implementation("eager")
+    layers = find_layers(find_decoder(model)) if layer_by_layer else [model]
+    groups = [[*layer.modules()] for layer in layers or ()]
+    inside = {id(module) for group in groups for module in group}
+    groups += [[module] for module in model.modules() if id(module) not in inside]
+    handles = [handle for group in groups for handle in _convert_while_running(group)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if experts is not None:
+            model.set_experts_implementation(experts)
+
+
+def _convert_while_running(modules: Sequence[nn.Module]) -> list[Any]:
+    """Register hooks that hold the tensors of modules in float64 while the first of them, which
+    calls the others, runs.
+    """
+    first = modules[0]
+    if isinstance(first, nn.Embedding):
+        # Its rows are converted, which are fewer than its weights.
+        return [first.register_forward_hook(lambda module, args, output: output.double())]
+    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def convert(*args: Any) -> None:
+        for module in modules:
+            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.is_floating_point():
+                        originals.append((table, name, tensor))
+                        table[name] = _convert(tensor)
+
+    def restore(*args: Any) -> None:
+        while originals:
+            table, name, tensor = originals.pop()
+            table[name] = tensor
+
+    return [
+        first.register_forward_pre_hook(convert),
+        first.register_forward_hook(restore, always_call=True),
+    ]
+
+
+def _convert(tensor: Tensor) -> Tensor:
+    exact = tensor.detach().double()
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(exact, requires_grad=False) if is_parameter else exact
 
 
 def _reference_attention(target: Target) -> str:

@@ -290,13 +290,15 @@ def packed_bytes(target: Target, trained: set[int]) -> int:
         weights = [linear.weight for linear in linears if id(linear.weight) not in trained]
         if len(weights) < len(linears):
             continue
-        size = bytes_of(weights)
-        if len(weights) > 1 or weights[0].numel() > SMALL_WEIGHTS:
-            total += size
-        if torch.get_num_threads() <= MAX_PANEL_THREADS:
-            outputs = sum(len(weight) for weight in weights)
-            shape = weights[0].dtype, outputs, weights[0].shape[1]
+        outputs = sum(len(weight) for weight in weights)
+        shape = weights[0].dtype, outputs, weights[0].shape[1]
+        has_panels = torch.get_num_threads() <= MAX_PANEL_THREADS
+        if has_panels:
             total += run_on_cpu("panel_bytes", *shape) or 0
+        if has_panels and run_on_cpu("panels_suffice", *shape):
+            continue
+        if len(weights) > 1 or weights[0].numel() > SMALL_WEIGHTS:
+            total += bytes_of(weights)
     return total
 
 

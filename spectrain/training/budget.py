@@ -25,6 +25,8 @@ class Budget:
     def __init__(self, steps: int | None, minutes: float | None) -> None:
         self.max_steps: float = math.inf if steps is None else steps
         self.max_seconds = None if minutes is None else 60 * minutes
+        # Seconds that follow the last step: those of its validation.
+        self.reserved = 0.0
         self.resume_from(TimeSpent())
 
     def resume_from(self, time_spent: TimeSpent) -> None:
@@ -38,13 +40,13 @@ class Budget:
         seconds = used if self.max_seconds is None else self._measure_seconds(parallel)
         self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
 
-    def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
-        """Tell whether this share of the time is over, by the main process's clock; without a
-        time limit it never is.
+    def seconds_until(self, share: float, parallel: ParallelStrategy) -> float:
+        """Return the seconds until this share of the time is over, by the main process's clock;
+        infinity without a time limit. Every process must call this.
         """
         if self.max_seconds is None:
-            return False
-        return self._measure_seconds(parallel) >= share * self.max_seconds
+            return math.inf
+        return share * self.max_seconds - self._measure_seconds(parallel)
 
     def _measure_seconds(self, parallel: ParallelStrategy) -> float:
         return float(parallel.all_gather(time.monotonic() - self.start_time)[0])
@@ -60,8 +62,13 @@ class Budget:
         if used <= first:
             return min(self.max_steps, ASSUMED_STEPS)
         return min(
-            self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first))
+            self.max_steps, max(step, 1 + (step - 1) * (self.step_seconds - first) / (used - first))
         )
+
+    @property
+    def step_seconds(self) -> float:
+        """The second after which the last step ends; infinity without a time limit."""
+        return math.inf if self.max_seconds is None else self.max_seconds - self.reserved
 
     @property
     def is_paced(self) -> bool:
@@ -78,7 +85,7 @@ class Budget:
         return (
             None
             if self.max_seconds is None
-            else max(0.0, self.max_seconds - self.time_spent.seconds)
+            else max(0.0, self.step_seconds - self.time_spent.seconds)
         )
 
     def total_seconds(self, step: int) -> float | None:
@@ -97,5 +104,5 @@ class Budget:
             return step >= self.max_steps
         # The first step may have come after a fit of the initial weights.
         seconds, first = self.time_spent.seconds, self.time_spent.first
-        step_seconds = (seconds - first) / (step - 1) if step > 1 else 0.0
-        return seconds + 0.5 * step_seconds >= self.max_seconds
+        each = (seconds - first) / (step - 1) if step > 1 else 0.0
+        return seconds + 0.5 * each >= self.step_seconds

@@ -1,12 +1,16 @@
 """The fit of a drafter's initial weights to the first batches of a training."""
 
+import math
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchStream, StreamState
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import FitSeconds
 from spectrain.errors import RunError
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
@@ -14,11 +18,11 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
 
-from .budget import Budget
 from .parallel import ParallelStrategy
 from .progress import RunProgress
 
-# Share of trainer.max_minutes in which batches are read for the initial weights.
+# Share of trainer.max_minutes after which the initial weights are fitted: what comes before, such
+# as the held-out answers, and their own texts and solutions included.
 FIT_SHARE = 0.4
 
 
@@ -27,6 +31,46 @@ class ChosenBatch(NamedTuple):
 
     examples: list[Example]
     position: StreamState
+
+
+class FitPlan:
+    """How many tokens a fit reads, so that it is done after FIT_SHARE of the training's minutes.
+
+    The seconds of a token are those of the texts that were read last, and those of the fit.
+    """
+
+    def __init__(
+        self,
+        seconds: FitSeconds,
+        seconds_left: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self.seconds_left, self.clock = seconds, seconds_left, clock
+        self.num_tokens = 0
+        # Seconds of reading a token; None before the first text.
+        self.read_seconds: float | None = None
+
+    def count_texts(self, examples: list[Example]) -> int:
+        """Return how many of these texts there is time for."""
+        left = self.seconds_left() - self.seconds.solving
+        if left == math.inf:
+            return len(examples)
+        left -= self.num_tokens * self.seconds.per_token
+        if self.read_seconds is None:
+            # One text shows how long a token takes.
+            return int(left > 0)
+        num_affordable = left / (self.read_seconds + self.seconds.per_token)
+        lengths = accumulate(len(example.tokens) for example in examples)
+        return sum(length <= num_affordable for length in lengths)
+
+    def read(self, examples: list[Example], make_batch: Callable[[], Batch]) -> Batch:
+        """Return the batch of some texts; measure how long it takes."""
+        start = self.clock()
+        batch = make_batch()
+        num_tokens = count_tokens(examples)
+        self.num_tokens += num_tokens
+        self.read_seconds = (self.clock() - start) / max(1, num_tokens)
+        return batch
 
 
 class FittedBatches(NamedTuple):
@@ -72,12 +116,14 @@ def fit_initial_weights(
     reader = LiveSource() if source.generates_text else source
     layers, packing = drafter.stages[0].layers, run.trainer.packing
     chosen = choose_batches(stream, fit.num_tokens, run.num_steps * run.batches_per_step)
+    speed = fit.measure(drafter)
+    plan = FitPlan(speed, lambda: run.budget.seconds_until(FIT_SHARE, parallel))
     try:
         fitted = read_features(
             chosen,
             lambda examples: BatchRequest(examples, target, layers, packing, 0, drafter),
             reader,
-            run.budget,
+            plan,
             parallel,
         )
     except SourceError as error:
@@ -85,6 +131,14 @@ def fit_initial_weights(
             f"no step was finished; go on with the same command, trainer.resume=auto run={run.run}"
         )
         raise RunError(f"{error}; {how}") from error
+    if not fitted.batches:
+        if parallel.is_main and chosen:
+            print(
+                f"the initial weights are not fitted: solving takes {speed.solving:.0f} s, and "
+                f"trainer.max_minutes leaves {FIT_SHARE:.0%} of its time for that",
+                flush=True,
+            )
+        return None
     fit.run(drafter, fitted.batches, target)
     parallel.copy_from_first(drafter)
     if parallel.is_main:
@@ -119,25 +173,30 @@ def read_features(
     chosen: list[ChosenBatch],
     make_request: Callable[[list[Example]], BatchRequest],
     source: Source,
-    budget: Budget,
+    plan: FitPlan,
     parallel: ParallelStrategy,
 ) -> FittedBatches:
-    """Return the features of these batches, of which none is read after FIT_SHARE of the
-    training's minutes.
+    """Return the features of these batches, as far as the plan has time for their texts. The
+    position is behind the last batch of which a text was read.
     """
     batches: list[Batch] = []
-    num_requested = num_tokens = 0
+    num_requested = 0
     position = None
     total = sum(count_tokens(examples) for examples, _ in chosen)
     with CountProgress("fitting", total, unit="tokens", enabled=parallel.is_main) as progress:
         for number, (examples, behind) in enumerate(chosen):
-            if budget.has_spent(FIT_SHARE, parallel):
+            texts = examples
+            # The main process decides for all.
+            while texts and (count := parallel.all_gather(plan.count_texts(texts))[0]):
+                for coming in chosen[num_requested : number + 1 + source.num_ahead]:
+                    source.request_ahead(coming.examples)
+                    num_requested += 1
+                request = make_request(texts[:count])
+                read = partial(source.make_batch, request)
+                batches.append(plan.read(texts[:count], read).to("cpu"))
+                progress.advance(count_tokens(texts[:count]))
+                texts = texts[count:]
+                position = behind
+            if texts:
                 break
-            for coming in chosen[num_requested : number + 1 + source.num_ahead]:
-                source.request_ahead(coming.examples)
-                num_requested += 1
-            batches.append(source.make_batch(make_request(examples)).to("cpu"))
-            num_tokens += count_tokens(examples)
-            progress.advance(count_tokens(examples))
-            position = behind
-    return FittedBatches(batches, num_tokens, position)
+    return FittedBatches(batches, plan.num_tokens, position)

@@ -115,6 +115,7 @@ class RunProgress:
         self.rates = progress.get("rates", {})
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
+        self.budget.reserved = self.validation_history.newest_seconds
         if (
             self.trainer.keep_best is not False
             and not best_weights_path(self.run, self.validation_history.best_step).exists()

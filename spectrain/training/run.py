@@ -385,7 +385,9 @@ class TrainingRun(RunProgress):
             )[0]
             forecast = measured.metrics["forecast"]
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
-            self.validation_history.add_seconds(time.perf_counter() - began)
+            seconds = self.parallel.all_gather(time.perf_counter() - began)[0]
+            self.validation_history.add_seconds(seconds)
+            self.budget.reserved = seconds
             # Until the next one is planned.
             self.validation_schedule = ValidationSchedule()
             if is_best and self.trainer.keep_best is not False:

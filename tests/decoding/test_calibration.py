@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from spectrain.decoding import latency as timing
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import resolve_rule
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.latency import measure_latency
+from spectrain.decoding.latency import LatencyProbe, measure_latency
 from spectrain.decoding.loop import decode
 from spectrain.decoding.teacher_forcing import TeacherForcedBuilder, run_teacher_forced
 from spectrain.drafters.base import TrainingState
@@ -427,3 +429,25 @@ def test_every_size_is_timed(
         for seconds in table.values():
             assert list(seconds) == sizes and min(seconds.values()) > 0
     assert latency.start_seconds > 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+def test_slow_rounds_are_timed_twice(
+    shallow: Target,
+    eagle3: Eagle3,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+) -> None:
+    """After the time of a probe every size has a time beside its first one, and no more follow."""
+    probes: list[LatencyProbe] = []
+
+    def make_probe(*args: Any) -> LatencyProbe:
+        probes.append(LatencyProbe(*args))
+        return probes[-1]
+
+    monkeypatch.setattr(timing, "LatencyProbe", make_probe)
+    monkeypatch.setattr(timing, "MAX_PROBE_SECONDS", seconds)
+    measure_latency(shallow, eagle3, prompts, Eagle2(3, 4), 2, repeats=4)
+    counts = {len(times) for probe in probes for times in probe.verify_seconds.values()}
+    assert len(probes) == 2 and (counts == {2} if seconds == 0 else min(counts) > 4)

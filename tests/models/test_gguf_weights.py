@@ -1,7 +1,9 @@
 """GGUF files are read into the type that a model computes in, with the values of the library."""
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -140,3 +142,29 @@ def test_keys_are_those_of_the_library(gguf_file: Path) -> None:
     for own, tensor in zip(header.tensors, reader.tensors):
         assert own.name == tensor.name and own.start == tensor.data_offset
         assert own.num_bytes == tensor.n_bytes and own.shape == tuple(tensor.shape)[::-1]
+
+
+def test_the_header_is_read_once(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load reads it once, transformers included; a file that has changed is read again."""
+    file = tmp_path / "model.gguf"
+    shutil.copyfile(gguf_file, file)
+    reads: list[Path] = []
+    read = gguf_header.HeaderReader.read_header
+
+    def count_reads(self: gguf_header.HeaderReader) -> None:
+        reads.append(file)
+        read(self)
+
+    def refuse(path: Path, *args: Any) -> None:
+        raise AssertionError(f"{path} is read by transformers")
+
+    monkeypatch.setattr(gguf_header.HeaderReader, "read_header", count_reads)
+    monkeypatch.setattr(gguf, "GGUFReader", refuse)
+    monkeypatch.setattr("transformers.integrations.gguf.reader._mapped", refuse, raising=False)
+    load_hf(str(file), device="cpu")
+    assert len(reads) == 1
+    os.utime(file, ns=(1, 1))
+    gguf_header.read_gguf_header(file)
+    assert len(reads) == 2

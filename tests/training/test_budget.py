@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.capabilities import FitSeconds
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
@@ -21,6 +23,7 @@ from spectrain.training import budget as training_budget
 from spectrain.training import run as training_run
 from spectrain.training import validation
 from spectrain.training.checkpoints import TrainingResult
+from spectrain.training.initial_fit import FitPlan
 from spectrain.training.settings import Muon, Wsd
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import Validation
@@ -427,3 +430,71 @@ def test_validation_needs_held_out_data(
         UserError, match=f"trainer.{next(iter(options))}=.*nothing is held out.*data.held_out=0.1"
     ):
         fit_drafter(shallow, tmp_path, held_out=0, **options)
+
+
+# Fit
+
+
+class TimedFit:
+    """A fit whose texts and solution move a clock, with the plan that is made of their seconds."""
+
+    def __init__(
+        self, per_token: float, fit_per_token: float, solving: float, limit: float
+    ) -> None:
+        self.now = 0.0
+        self.per_token = per_token
+        self.speed = FitSeconds(fit_per_token, solving)
+        self.limit = limit
+        self.plan = FitPlan(self.speed, lambda: self.limit - self.now, lambda: self.now)
+
+    def read(self, examples: list[Example]) -> int:
+        """Read texts as long as there is time; return the number of texts."""
+        num_texts = 0
+        while num_texts < len(examples):
+            count = self.plan.count_texts(examples[num_texts:])
+            if not count:
+                break
+            self._read(examples[num_texts : num_texts + count])
+            num_texts += count
+        self.now += self.speed.solving + self.plan.num_tokens * self.speed.per_token
+        return num_texts
+
+    def _read(self, examples: list[Example]) -> None:
+        def move() -> Any:
+            self.now += self.per_token * sum(len(example.tokens) for example in examples)
+
+        self.plan.read(examples, move)
+
+
+@pytest.mark.parametrize("per_token", [0.01, 0.1, 0.4])
+@pytest.mark.parametrize("solving", [0.0, 30.0])
+def test_a_fit_ends_in_its_share_of_the_time(per_token: float, solving: float) -> None:
+    """It reads as many texts as leave the time to solve, and one more would end too late, however
+    slow a token is."""
+    examples = make_examples(40, 0)
+    fit = TimedFit(per_token, 0.05, solving, limit=72.0)
+    num_texts = fit.read(examples)
+    assert num_texts > 0 and fit.now <= 72.0
+    is_out_of_time = fit.now + 16 * (per_token + 0.05) > 72.0
+    assert num_texts == 40 or is_out_of_time
+    assert fit.plan.num_tokens == 16 * num_texts
+
+
+def test_a_fit_whose_solution_takes_too_long_reads_nothing() -> None:
+    fit = TimedFit(0.01, 0.05, solving=80.0, limit=72.0)
+    assert fit.read(make_examples(4, 0)) == 0
+
+
+def test_a_fit_without_a_limit_reads_all_texts_at_once() -> None:
+    fit = TimedFit(0.4, 0.05, solving=80.0, limit=math.inf)
+    assert fit.plan.count_texts(make_examples(40, 0)) == 40
+
+
+def test_the_last_validation_is_in_the_time_of_a_training() -> None:
+    """Steps end earlier by what a validation took, and their number is planned by that."""
+    budget = training_budget.Budget(None, 1.0)
+    budget.reserved = 12.0
+    budget.time_spent = training_budget.TimeSpent(24.0, 20.0)
+    assert budget.num_steps(3) == 1 + 2 * 28 / 4 and budget.seconds_left == 24.0
+    budget.time_spent = training_budget.TimeSpent(47.5, 20.0)
+    assert budget.is_done(15) and not training_budget.Budget(None, 1.0).is_done(15)

@@ -57,11 +57,12 @@ SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of one thread
 LEAST_PANELS = 4
 PARTS_PER_MEMBER = 12
 MAX_PANEL_BYTES = 1 << 31
-"""Bytes that all panels of a process may take: they are copies, and larger models have little
-memory to spare.
+"""Bytes that panels of a process may take beside reordered weights: they are copies, and larger
+models have little memory to spare.
 """
 CHUNKS = (512, 1024)
 """Inputs whose products oneDNN may add before it adds the sums."""
+PROBED_OUTPUTS = 256
 PROBED_COUNTS = (2, 3, 5, 8, 13, 17, 32)
 """Numbers of rows for which panels must have the bits of oneDNN."""
 
@@ -304,7 +305,7 @@ class WeightPanels:
     """The weights [O, K] of a linear in panels, for products whose rows depend neither on each
     other nor on the number of threads. Those in bfloat16 are added in chunks of the inputs."""
 
-    stored_bytes = 0  # of all panels
+    stored_bytes = 0  # of all panels that are kept beside reordered weights
 
     def __init__(self, weight: Tensor, chunk: int | None = None) -> None:
         is_half, (outputs, width) = weight.dtype == torch.bfloat16, weight.shape
@@ -317,13 +318,17 @@ class WeightPanels:
         blocks = weight.view(outputs // COLUMNS, 2, COLUMNS // 2, self.words, per_word)
         self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
         self.sums = working_sums()
-        WeightPanels.stored_bytes += self.panels.nbytes
-        weakref.finalize(self, _release_panels, self.panels.nbytes)
+        if not self.serve_many_rows:
+            WeightPanels.stored_bytes += self.panels.nbytes
+            weakref.finalize(self, _release_panels, self.panels.nbytes)
 
     @staticmethod
     def supports(weight: Tensor) -> bool:
         """Return whether weights can be stored in panels, and there is still room for them."""
-        has_room = WeightPanels.stored_bytes + weight.nbytes <= MAX_PANEL_BYTES
+        has_room = (
+            serve_many_rows(weight.dtype)
+            or WeightPanels.stored_bytes + weight.nbytes <= MAX_PANEL_BYTES
+        )
         step = 2 if weight.dtype == torch.bfloat16 else 1
         return has_room and weight.shape[0] % COLUMNS == weight.shape[1] % step == 0
 
@@ -331,6 +336,11 @@ class WeightPanels:
     def is_enabled(self) -> bool:
         """Whether kernels are switched on."""
         return has_panel_kernels(self.dtype)
+
+    @property
+    def serve_many_rows(self) -> bool:
+        """Whether no reordered weights are kept beside them."""
+        return serve_many_rows(self.dtype)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [.., N, K] times the weights plus the bias, [.., N, O]."""
@@ -368,6 +378,13 @@ def _release_panels(num_bytes: int) -> None:
     WeightPanels.stored_bytes -= num_bytes
 
 
+def serve_many_rows(dtype: torch.dtype) -> bool:
+    """Return whether panels of a type multiply many rows as fast as oneDNN, which in bfloat16 is so
+    where the processor has no tiles (EPYC, one thread, 512 rows of 1536 by 17,920: 428 ms and 442).
+    """
+    return dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+
+
 @cache
 def find_chunk(outputs: int, width: int) -> int | None:
     """Return the chunk of inputs by which panels of a weight [O, K] have the bits of oneDNN for
@@ -378,15 +395,19 @@ def find_chunk(outputs: int, width: int) -> int | None:
     signs[1] = -1
     weight, rows = (
         torch.randn(count, width // 2, generator=source).repeat(1, 2)
-        for count in (256, max(PROBED_COUNTS))
+        for count in (PROBED_OUTPUTS, max(PROBED_COUNTS))
     )
     weight = weight[:, order].bfloat16().repeat(-(-outputs // len(weight)), 1)[:outputs]
     rows = (rows * signs.flatten())[:, order].bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    # The outputs repeat, and each is computed alone.
+    weight = weight[: min(outputs, PROBED_OUTPUTS)]
     for chunk in CHUNKS:
         panels = WeightPanels(weight, chunk)
         if all(
-            torch.equal(panels.product(rows[:count]), onednn_linear(rows[:count], packed))
+            torch.equal(
+                panels.product(rows[:count]), onednn_linear(rows[:count], packed)[:, : len(weight)]
+            )
             for count in PROBED_COUNTS
         ):
             return chunk

@@ -21,6 +21,7 @@ AT_ONCE = {
     "loss": "losses:find_loss_kernels",
     "pack_panels": "packed_product:pack_panels",
     "panel_bytes": "packed_product:count_panel_bytes",
+    "panels_suffice": "packed_product:panels_suffice",
 }
 """Operations that are compiled, or loaded, at their first use."""
 AFTER_LAYERS = {

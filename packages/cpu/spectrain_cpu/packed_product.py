@@ -39,6 +39,13 @@ def count_panel_bytes(dtype: torch.dtype, outputs: int, width: int) -> int | Non
     return outputs * width * dtype.itemsize if is_served else None
 
 
+def panels_suffice(dtype: torch.dtype, outputs: int, width: int) -> bool:
+    """Return whether weights [O, D] have panels and no reordered copy beside them."""
+    from .linear import serve_many_rows
+
+    return serve_many_rows(dtype) and find_panel_chunk(dtype, outputs, width) is not None
+
+
 def find_panel_chunk(dtype: torch.dtype, outputs: int, width: int) -> int | None:
     """Return the chunk of inputs by which panels of weights [O, D] are added, which in float32 is
     all of them; None where panels do not serve.

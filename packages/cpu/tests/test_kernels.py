@@ -226,9 +226,11 @@ def test_panels_have_the_bits_of_onednn(width: int) -> None:
     for count in range(2, 33):
         assert torch.equal(panels.product(rows[:count]), onednn_linear(rows[:count], packed))
     assert torch.equal(panels.product(rows[:1]), onednn_linear(rows[:2], packed)[:1])
+    # Those that are kept beside reordered weights are counted.
+    counted = 0 if linear.serve_many_rows(weight.dtype) else weight.nbytes
     stored = linear.WeightPanels.stored_bytes
     del panels
-    assert linear.WeightPanels.stored_bytes == stored - weight.nbytes
+    assert linear.WeightPanels.stored_bytes == stored - counted
 
 
 def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ Shapes: B batch, T tokens, D target width, R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.capabilities import FitSeconds
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import restrict_target
+from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 
 from .layers import final_norm_scale, init_self_attention
@@ -48,6 +51,8 @@ ATTENTION_PENALTY = 0.01
 UNITS_PENALTY = 0.03
 SHARPNESS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 SHARPNESS_ROWS = 2048
+# Width of the products that the speed of a fit is estimated by.
+PROBE_SIZE = 768
 
 
 class RidgeRegression:
@@ -81,11 +86,62 @@ class RidgeRegression:
         size = self.products.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
         scaled = self.products / size[:, None] / size
         scaled.diagonal().add_(penalty)
-        return (torch.linalg.solve(scaled, self.targets / size[:, None]) / size[:, None]).T
+        # The penalty makes the matrix positive definite.
+        factor = torch.linalg.cholesky(scaled)
+        return (torch.cholesky_solve(self.targets / size[:, None], factor) / size[:, None]).T
 
     def predicted_covariance(self, weight: Tensor) -> Tensor:
         """Return the second moments [O, O] of the outputs that weights [O, I] predict."""
         return weight @ self.products @ weight.T / self.num_rows
+
+
+@torch.no_grad()
+def measure_fit(
+    drafter: UnrolledEagle, clock: Callable[[], float] = time.perf_counter
+) -> FitSeconds:
+    """Estimate the seconds of `fit_eagle` for a drafter, from its number of operations and the
+    speed of small ones.
+    """
+    modules: Any = drafter
+    fc, o_proj, down_proj = modules.fc, modules.self_attn.o_proj, modules.mlp.down_proj
+    width = fc.out_features
+    # Inputs and outputs of the three regressions.
+    shapes = [
+        (fc.in_features, width),
+        (modules.self_attn.v_proj.in_features, o_proj.out_features),
+        (down_proj.in_features, down_proj.out_features),
+    ]
+    layers = sum(p.numel() for p in (*modules.self_attn.parameters(), *modules.mlp.parameters()))
+    vocab_size = len(modules.draft_ids)
+    # fc runs for every regression and the sharpness, the layers for the last two.
+    row = 2 * (4 * fc.weight.numel() + 2 * layers)
+    row += sum(2 * inputs * (inputs + outputs) for inputs, outputs in shapes)
+    # The products of the head, and two products with it for each row of the sharpness.
+    fixed = 2 * vocab_size * width**2 + 4 * SHARPNESS_ROWS * vocab_size * width
+    exact = sum(inputs**3 / 3 + 2 * inputs**2 * outputs for inputs, outputs in shapes)
+    # The covariance of the predictions, and eigenvectors of the size of a state.
+    exact += 2 * width * shapes[1][0] ** 2 + 10 * width**3
+    device = fc.weight.device
+    return FitSeconds(
+        row * _seconds_per_operation(torch.float32, device, clock),
+        fixed * _seconds_per_operation(torch.float32, device, clock)
+        + exact * _seconds_per_operation(torch.float64, device, clock),
+    )
+
+
+def _seconds_per_operation(
+    dtype: torch.dtype, device: torch.device, clock: Callable[[], float]
+) -> float:
+    """Time products of a type, the first of which warms up; return the seconds of an operation."""
+    rows = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype, device=device)
+    seconds = 0.0
+    for _ in range(2):
+        synchronize_device(device)
+        start = clock()
+        rows @ rows
+        synchronize_device(device)
+        seconds = clock() - start
+    return seconds / (2 * PROBE_SIZE**3)
 
 
 @torch.no_grad()

@@ -88,6 +88,12 @@ class Panels(Protocol):
     def is_enabled(self) -> bool:
         """Whether the package's kernels are switched on."""
 
+    @property
+    def serve_many_rows(self) -> bool:
+        """Whether many rows are multiplied by them as fast as by reordered weights, which are then
+        not kept.
+        """
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [.., D] times the weights plus the bias, [.., O]."""
 
@@ -142,12 +148,15 @@ class PackedWeights:
             copied() is weight and version == weight._version
             for (copied, version), weight in zip(self.packed_versions, weights)
         )
-        if self.packed is None or not is_current:
-            self._pack_weights(self._stack_weights())
-            # At once, so that no step that is timed makes them.
-            if torch.get_num_threads() <= MAX_PANEL_THREADS:
-                self.panels = self._make_panels() or False
+        if self.packed is None or not is_current or self._misses_kernels:
+            self._pack_weights()
             self.packed_versions = [(weakref.ref(weight), weight._version) for weight in weights]
+
+    @property
+    def _misses_kernels(self) -> bool:
+        """Whether panels are all there is, and their kernels are switched off."""
+        panels = self.panels or None
+        return panels is not None and panels.serve_many_rows and not panels.is_enabled
 
     def _stack_weights(self) -> Tensor:
         weights = [linear.weight.detach() for linear in self.linears]
@@ -157,6 +166,8 @@ class PackedWeights:
         """Return the packed weights in panels where a few rows are multiplied by them faster: in
         bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
         """
+        if self.panels and self.panels.serve_many_rows:
+            return self.panels
         if torch.get_num_threads() > MAX_PANEL_THREADS:
             return None
         if self.panels is None:
@@ -166,12 +177,13 @@ class PackedWeights:
     def _serving_panels(self, input: Tensor) -> Panels | None:
         """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
         is_decoding = input.numel() <= CONSISTENT_ROWS * input.shape[-1] or batch_invariant.get()
-        panels = self.find_panels() if is_decoding else None
+        is_alone = self.panels and self.panels.serve_many_rows
+        panels = self.find_panels() if is_decoding or is_alone else None
         return panels if panels is not None and panels.is_enabled else None
 
     def _make_panels(self) -> Panels | None:
         weight = self.linears[0].weight
-        if self.packed is None or self.packed_int8 is not None or self.packed.dtype != weight.dtype:
+        if self.packed_dtype != weight.dtype:
             return None
         if self.low_precision and weight.dtype == torch.float32:
             return None
@@ -185,16 +197,25 @@ class PackedWeights:
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
 
-    def _pack_weights(self, weight: Tensor) -> None:
-        """Store a weight [O, D] in the form in which it is multiplied."""
-        self.packed = weight
+    def _pack_weights(self) -> None:
+        """Store the stacked weights [O, D] in the forms in which they are multiplied."""
         self.packed_int8 = None
         self.panels = None
+        # At once, so that no step that is timed makes them.
+        if torch.get_num_threads() <= MAX_PANEL_THREADS:
+            self.panels = self._make_panels() or False
+        first = self.linears[0].weight
+        # What is multiplied by them alone; a new tensor shows that they were packed anew.
+        self.packed = first.detach().new_empty(0, first.shape[1])
+        if self.panels and self.panels.serve_many_rows:
+            return
+        weight = self._stack_weights()
         dtype = self.packed_dtype
         if dtype == torch.int8:
-            self.packed = weight[:0]
             self.packed_int8 = pack_int8(weight)
-        elif not self._is_small(weight):
+        elif self._is_small(weight):
+            self.packed = weight
+        else:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
 
     @property
