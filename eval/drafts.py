@@ -1,7 +1,7 @@
 """The drafted and the accepted tokens of a few prompts: drafts.jsonl, which report.html shows.
 
 These prompts are decoded once more in the eager loop, apart from everything that is timed and with
-a draft in every round.
+a draft in every round: a tree that may decide not to draft is replaced by a chain of 3.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from spectrain.decoding.session import Session
+from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
@@ -85,11 +86,13 @@ def record_drafts(
     its rows. texts: the user's first turn by the prompt's id.
     """
     lines = []
+    own = system.builder
+    builder = make_chain(own) if own.round_policy.decides_to_draft else own
     drafted = Counter[Position]()
     accepted = Counter[Position]()
     rounds = 0
     for row, turn in choose_turns(turns):
-        recorder = TreeRecorder(system.builder)
+        recorder = TreeRecorder(builder)
         session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
         (generation,) = session.decode(
             [turn.drafted.prompt], min(max_new_tokens, MAX_TOKENS), [row]

@@ -9,6 +9,27 @@ from markupsafe import Markup
 
 # Okabe and Ito's, for the color-blind
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+# The color of text and axes. A page shows it in the color of its own text.
+INK = "#010203"
+# Lighter colors for a dark page, by the style sheet's names.
+DARK_COLORS = ("#6cb8ea", "#f0a06a", "#5fd0a8", "#dd9fcc", "#9ad4f5", "#f3c35c")
+STYLE = {
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.facecolor": "none",
+    "legend.edgecolor": "none",
+}
 
 
 def render_svg(
@@ -16,18 +37,13 @@ def render_svg(
 ) -> Markup:
     """Render a figure as SVG for a page: the same data give the same bytes, and ids are unique
     to the figure.
+
+    Its colors are those of `make_color_style`, so that one figure serves light and dark pages.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    rc = {
-        "svg.hashsalt": id,
-        "svg.fonttype": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9,
-    }
-    with matplotlib.rc_context(rc):
+    with matplotlib.rc_context({"svg.hashsalt": id, **STYLE}):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(0)
         draw(figure)
@@ -40,6 +56,8 @@ def render_svg(
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{id}-", svg)
+    for color, name in ((INK, "currentColor"), *zip(COLORS, color_names())):
+        svg = re.sub(color, name, svg, flags=re.IGNORECASE)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
     # Letters are too small to read below this width, and too large far above it.
@@ -52,3 +70,13 @@ def render_svg(
         count=1,
     )
     return Markup(svg)
+
+
+def color_names() -> list[str]:
+    """Return the names of the colors in a figure's SVG, in the order of `COLORS`."""
+    return [f"var(--plot{number})" for number in range(len(COLORS))]
+
+
+def make_color_style(colors: tuple[str, ...]) -> str:
+    """Return the declarations that give the figures of a style sheet these colors."""
+    return " ".join(f"--plot{number}: {color};" for number, color in enumerate(colors))

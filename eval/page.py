@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.eval.axes.tables import section_axes, section_axis
+from spectrain.eval.charts import (
+    MIN_VALIDATIONS,
+    HeldOutPoint,
+    comparison_chart,
+    gain_chart,
+    held_out_points,
+    learning_curve,
+    speedup_chart,
+    training_curves,
+)
 from spectrain.eval.columns import (
     GROUP_COLUMNS,
     RUN_COLUMNS,
@@ -26,14 +35,12 @@ from spectrain.eval.columns import (
     format_speedup,
     format_speedup_interval,
     get_value,
-    known_interval,
     label_row,
     list_groups,
     list_serving_rows,
     list_systems,
 )
-from spectrain.eval.figures import COLORS, render_svg
-from spectrain.eval.noise import is_possible
+from spectrain.eval.figures import COLORS, DARK_COLORS, make_color_style
 from spectrain.eval.notes import (
     describe_acceptance,
     explain_numbers,
@@ -45,7 +52,6 @@ from spectrain.files import write_text
 
 # positions of a drawn tree, the most often drafted ones: a dynamic tree has many rare ones
 MAX_POSITIONS = 128
-MAX_POINTS = 300  # points of a training curve
 
 
 def write_report(
@@ -88,6 +94,8 @@ def write_report(
         sections=sections,
         comparison=None if comparison is None else {**comparison, "rows": rows},
         chart=comparison_chart(rows),
+        plot_colors=make_color_style(COLORS),
+        dark_plot_colors=make_color_style(DARK_COLORS),
         axes=[
             section_axes([(axis["name"], axis) for axis in axes], "compared")
             for axes in (comparison or {}).get("axes", {}).values()
@@ -117,6 +125,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         missing = [name for name in missing if name != "drafts.jsonl"]
     lines = read_lines(folder / "drafts.jsonl")
     metrics = [] if run is None else read_lines(run / "metrics.jsonl")
+    held_out = held_out_points(metrics)
     setting = summary.get("setting", {})
     turns = [line for line in lines if "rounds" in line]
     systems = list(list_systems(summary).values()) if summary else []
@@ -135,13 +144,15 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "groups": [
             column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)
         ],
-        "recommendation": [*recommend_system(summary)][:1] if summary else [],
-        "notes": [*describe_acceptance(summary), *explain_numbers(summary), *list_caveats(summary)]
-        if summary
-        else [],
+        "headlines": [*recommend_system(summary), *describe_acceptance(summary)] if summary else [],
+        "gain": gain_chart(summary.get("acceptance") or {}, id),
+        "learning": learning_curve(held_out, id),
+        "learned": describe_learning(held_out),
+        "caveats": [*list_caveats(summary)] if summary else [],
+        "notes": [*explain_numbers(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),
-        "training": training_curves(metrics, id) if metrics else None,
+        "training": training_curves(metrics, id) if metrics else [],
         "config": (run / "config.yaml").read_text()
         if run is not None and (run / "config.yaml").exists()
         else None,
@@ -163,6 +174,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def split_by_round(turn: dict[str, Any]) -> dict[str, Any]:
     """Split a turn's answer into rounds of tokens, each with its depth (None: the target's own)
     and its rejected siblings.
+
+    `rest` is what comes after the recorded rounds, so that the answer is always whole.
     """
     pieces = turn["pieces"]
     runs = []
@@ -191,7 +204,8 @@ def split_by_round(turn: dict[str, Any]) -> dict[str, Any]:
             )
         runs.append({"number": number, "tokens": tokens, "nodes": len(round["tokens"]) - 1})
         start += round["emitted"]
-    return {**turn, "first": pieces[0] if pieces else "", "runs": runs}
+    rest = "".join(pieces[start:])
+    return {**turn, "first": pieces[0] if pieces else "", "runs": runs, "rest": rest}
 
 
 def draw_tree(tree: dict[str, Any]) -> dict[str, Any] | None:
@@ -264,111 +278,22 @@ def shade(rate: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high))
 
 
-def training_curves(metrics: list[dict[str, Any]], id: str) -> Markup:
-    """Plot loss and, if the drafter reports it, agreement by depth over the steps."""
-    points = metrics[:: max(1, -(-len(metrics) // MAX_POINTS))]
-    points = points if points[-1] is metrics[-1] else [*points, metrics[-1]]
-    agreeing = [point for point in points if isinstance(point.get("agreement"), list)]
-    columns = 2 if agreeing else 1
-
-    def draw(figure: Any) -> None:
-        left, *right = figure.subplots(1, columns, squeeze=False)[0]
-        left.plot(
-            [point["step"] for point in points],
-            [point["loss"] for point in points],
-            color=COLORS[0],
-        )
-        left.set(xlabel="step", ylabel="loss on training text")
-        for axes in right:
-            depths = max(len(point["agreement"]) for point in agreeing)
-            for depth in range(depths):
-                curve = [
-                    (point["step"], point["agreement"][depth])
-                    for point in agreeing
-                    if depth < len(point["agreement"])
-                ]
-                style = ("-", "--", "-.", ":")[depth % 4]
-                axes.plot(
-                    *zip(*curve),
-                    style,
-                    color=COLORS[depth % len(COLORS)],
-                    label=f"depth {depth + 1}",
-                )
-            axes.set(xlabel="step", ylabel="agreement on training text", ylim=(0, 1))
-            axes.legend(ncols=-(-depths // 4))
-
-    return render_svg(
-        draw,
-        (4.5 * columns, 3.2),
-        f"{id}-training",
-        "Training curves: loss and agreement by depth over the steps",
+def describe_learning(points: Sequence[HeldOutPoint]) -> str:
+    """Return a sentence on what the steps added on held-out text; "" without two validations."""
+    if len(points) < MIN_VALIDATIONS:
+        return ""
+    first = points[0]
+    best = max(points, key=lambda point: point.forecast)
+    last = points[-1]
+    start = "before step 1" if first.step == 0 else f"after step {first.step}"
+    sentence = (
+        f"On held-out text, a chain would emit {first.forecast:.2f} tokens per forward {start} "
+        f"and {last.forecast:.2f} after step {last.step}"
     )
-
-
-def speedup_chart(speedups: list[dict[str, Any]], id: str) -> Markup | None:
-    """Plot a server's speedup over the same server without a drafter, with intervals, by
-    concurrency.
-    """
-    speedups = [point for point in speedups if is_possible(point)]
-    if not speedups:
-        return None
-
-    def draw(figure: Any) -> None:
-        axes = figure.add_subplot()
-        points = sorted(speedups, key=lambda point: int(point["concurrency"]))
-        levels = [point["concurrency"] for point in points]
-        ratios = [point["ratio"] for point in points]
-        ends = [known_interval(point["ci95"]) or [point["ratio"]] * 2 for point in points]
-        below = [ratio - low for ratio, (low, _) in zip(ratios, ends)]
-        above = [high - ratio for ratio, (_, high) in zip(ratios, ends)]
-        axes.errorbar(levels, ratios, yerr=[below, above], fmt="o-", capsize=3, color=COLORS[0])
-        axes.axhline(1, color="0.6", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(levels, list(map(str, levels)))
-        axes.set(xlabel="requests at once", ylabel="speedup, with 95 % interval")
-
-    return render_svg(draw, (5, 3.2), f"{id}-speedups", "Speedup by the number of requests at once")
-
-
-def comparison_chart(rows: list[dict[str, Any]]) -> Markup | None:
-    """Plot tokens per forward with intervals of every row's systems."""
-    bars = [
-        (row.get("label") or row.get("name", ""), index, system)
-        for row in rows
-        for index, system in enumerate(row.get("systems", []))
-        if system.get("acceptance_length")
-    ]
-    if not bars:
-        return None
-
-    def draw(figure: Any) -> None:
-        axes = figure.add_subplot()
-        ticks: dict[str, float] = {}
-        for number, (label, index, system) in enumerate(bars):
-            length = system["acceptance_length"]
-            low, high = known_interval(length.get("ci95")) or [length["pooled"]] * 2
-            error = [[length["pooled"] - low], [high - length["pooled"]]]
-            axes.errorbar(
-                length["pooled"],
-                -number,
-                xerr=error,
-                fmt="os^Dv"[index % 5],
-                capsize=3,
-                color=COLORS[index % 6],
-            )
-            words = f"{length['pooled']:.2f}  {system.get('label', '')}"
-            axes.annotate(
-                words, (high, -number), (6, 0), textcoords="offset points", va="center", fontsize=8
-            )
-            # A dollar sign would begin mathematics.
-            ticks.setdefault(label.replace("$", r"\$"), -number)
-        axes.set_yticks(list(ticks.values()), list(ticks))
-        axes.set(xlabel="tokens per forward, with 95 % interval", ylim=(0.4 - len(bars), 0.6))
-        axes.axvline(1, color="0.6", linewidth=0.8)
-        axes.set_xlim(0.9, axes.get_xlim()[1] + 0.35 * (axes.get_xlim()[1] - 0.9))
-
-    title = "Tokens per forward of every family with 95 % intervals"
-    return render_svg(draw, (8, 1 + 0.3 * len(bars)), "compared", title)
+    if best.forecast > last.forecast:
+        at = "before step 1" if best.step == 0 else f"after step {best.step}"
+        sentence += f"; the most was {best.forecast:.2f}, {at}"
+    return sentence + "."
 
 
 def number_text(value: Any, digits: int = 2) -> str:

@@ -28,6 +28,7 @@ from spectrain.cli.overrides import (
     list_config_groups,
     to_settings,
 )
+from spectrain.cli.settings_file import split_settings_file
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.choices import find_group
 from tests.docs.test_docs import DOCUMENTED
@@ -46,7 +47,9 @@ def list_composed_commands() -> dict[str, tuple[str, list[str]]]:
         # Folders of configurations outside the package have tests of their own.
         if config is None or "--config-dir" in words or any(word in HELP_WORDS for word in words):
             continue
-        commands[command] = config, select_first_run(to_settings(name, words[len(name.split()) :]))
+        file, own = split_settings_file(name, words[len(name.split()) :])
+        settings = [*(file.words if file else ()), *select_first_run(to_settings(name, own))]
+        commands[command] = config, settings
     return commands
 
 
@@ -60,7 +63,8 @@ def select_first_run(words: list[str]) -> list[str]:
             word not in BARE_FLAGS
             and word not in VALUE_FLAGS
             and previous not in VALUE_FLAGS
-            and "hydra" not in word
+            and not word.startswith("--")
+            and (word.startswith("recipe=") or "hydra" not in word)
         ):
             settings.append(word.partition(",")[0] if is_sweep and "[" not in word else word)
         previous = word

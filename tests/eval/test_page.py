@@ -6,10 +6,11 @@ missing one is a failure.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,13 +20,15 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
+from spectrain.eval.charts import HeldOutPoint, held_out_points, learning_curve, list_gain_bars
 from spectrain.eval.columns import format_speedup
 from spectrain.eval.drafts import EmittableTree, choose_turns, output_texts, tree_positions
 from spectrain.eval.page import write_report
+from spectrain.eval.report import print_table
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 ARGUMENTS = [
     "--headless",
@@ -56,17 +59,20 @@ def score_prompts(target: Target, drafter: Drafter, builder: TreeBuilder, run: P
     """The folder of an evaluation of three prompts, inside a run with a few metrics."""
     run.mkdir()
     (run / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    metrics = [
+    metrics: list[dict[str, Any]] = [
         {"step": step, "loss": 5 / step, "agreement": [0.1 * step, 0.05 * step]}
         for step in range(1, 6)
     ]
+    metrics[0]["held_out_at_start"] = {"forecast": 1.25, "forecast_interval": [1.2, 1.3]}
+    metrics[2]["held_out"] = {"forecast": 1.75, "forecast_interval": [1.7, 1.8]}
+    metrics[4]["held_out"] = {"forecast": 1.5, "forecast_interval": [1.4, 1.6]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (run / "config.yaml").write_text("drafter: {}\n")
     evaluation = Evaluation(
         prompts=str(run / "prompts.jsonl"),
         max_new_tokens=10,
         repeats=1,
-        baselines=("ngram",),
+        baselines=("ngram", "fixed"),
         calibration_limit=1,
     )
     setting = {
@@ -89,10 +95,10 @@ def folders(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     evaluations = {
         "eagle3": score_prompts(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
         "ngram": score_prompts(shallow, Ngram(shallow), Chain(3), root / "ngram"),
+        "auto": score_prompts(shallow, eagle3, Auto(), root / "auto"),
     }
-    write_report(
-        root / "report.html", list(evaluations.values()), describe_comparison(root, evaluations)
-    )
+    compared = {name: evaluations[name] for name in ("eagle3", "ngram")}
+    write_report(root / "report.html", list(compared.values()), describe_comparison(root, compared))
     return {**evaluations, "comparison": root}
 
 
@@ -158,12 +164,14 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
-def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
+def open_page(
+    browser: Browser, path: Path, size: str, scheme: Literal["light", "dark"] = "light"
+) -> tuple[Page, list[str]]:
     """Open the page at a size; return it with its complaints and its network requests, which are
     refused.
     """
     width, height = SIZES[size]
-    page = browser.new_page(viewport={"width": width, "height": height})
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     troubles: list[str] = []
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -180,7 +188,7 @@ def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]
     return page, troubles
 
 
-@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "auto"])
 def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], name: str) -> None:
     """The text and its rounds are those of samples.jsonl; accepted tokens are the emitted ones
     without the target's own.
@@ -262,7 +270,7 @@ def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> No
     page = (tmp_path / "report.html").read_text()
     assert (
         "samples.jsonl, drafts.jsonl, metrics.jsonl" in page
-        and 'class="systems"' in page
+        and 'class="systems stack"' in page
         and 'class="answer"' not in page
     )
     write_report(tmp_path / "empty.html", [tmp_path / "nothing"])
@@ -273,7 +281,7 @@ def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["eagle3", "ngram", "comparison"])
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "auto", "comparison"])
 def test_page_stands_alone_and_fits(
     browser: Browser, folders: dict[str, Path], name: str, size: str
 ) -> None:
@@ -300,14 +308,15 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
     page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop")
     expected = read_summary(folders["eagle3"])
     rows = [row.split("\t") for row in page.locator(".systems tbody tr").all_inner_texts()]
-    assert [float(row[1]) for row in rows] == [
+    assert [float(row[1].split()[0]) for row in rows] == [
         1.0,
         *(
             round(entry["acceptance_length"]["pooled"], 2)
             for entry in (expected, *expected["compared"].values())
         ),
     ]
-    assert rows[1][4] == format_speedup(expected["speedup"]) and rows[1][7] == "4 of 4"
+    assert rows[1][3].split("\n")[0] == format_speedup(expected["speedup"])
+    assert rows[1][5] == "4 of 4"
     assert page.locator(".categories tbody tr").count() == len(expected["by_category"])
     assert page.locator(".shares tbody tr").count() == 2
     positions = read_lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
@@ -315,8 +324,190 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
         page.locator(".tree .node").count() == len(positions)
         and page.locator(".tree .root").count() == 1
     )
-    assert page.locator("svg.plot").count() == 1
+    assert page.locator("svg.plot").count() == 4
     page.close()
+
+
+def words_of(text: str) -> list[str]:
+    return text.split()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "auto"])
+def test_the_page_begins_with_the_words_of_the_terminal(
+    browser: Browser, folders: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What to decode with, and what training gained, are the same sentences in both places."""
+    page, _ = open_page(browser, folders[name] / "report.html", "desktop")
+    shown = " ".join(page.locator(".headline").all_inner_texts())
+    print_table(read_summary(folders[name]))
+    printed = words_of(capsys.readouterr().out)
+    assert len(words_of(shown)) > 10
+    assert printed[: len(words_of(shown))] == words_of(shown)
+    page.close()
+
+
+def read_answers(page: Page) -> list[str]:
+    """Read the answers of a page without their tips, and without the signs of line ends."""
+    return [
+        str(text).replace("\u21b5", "")
+        for text in page.evaluate(
+            """Array.from(document.querySelectorAll('.answer'), answer => {
+                const copy = answer.cloneNode(true);
+                copy.querySelectorAll('.tip').forEach(tip => tip.remove());
+                return copy.textContent;
+            })"""
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "auto"])
+def test_answers_are_whole(browser: Browser, folders: dict[str, Path], name: str) -> None:
+    """Each answer is shown to its end, and the system that is shown drafts in every round."""
+    page, _ = open_page(browser, folders[name] / "report.html", "desktop")
+    *turns, _ = read_lines(folders[name], "drafts.jsonl")
+    assert read_answers(page) == ["".join(turn["pieces"]) for turn in turns]
+    assert page.locator(".rest").count() == 0
+    if name != "ngram":  # a lookup finds no draft where nothing repeats
+        drafted = page.locator(".spelled tbody tr td:nth-child(2)").all_inner_texts()
+        assert drafted and all(int(text) > 0 for text in drafted)
+    page.close()
+
+
+def test_answers_without_rounds_are_whole(
+    browser: Browser, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where some rounds were not recorded, the answers are still shown to their ends."""
+    shutil.copytree(folders["eagle3"], tmp_path / "few")
+    lines = read_lines(folders["eagle3"], "drafts.jsonl")
+    lines[0]["rounds"] = lines[0]["rounds"][:2]
+    lines[1]["rounds"] = []
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "few" / "drafts.jsonl").write_text(text)
+    write_report(tmp_path / "report.html", [tmp_path / "few"])
+    page, _ = open_page(browser, tmp_path / "report.html", "desktop")
+    assert read_answers(page) == ["".join(line["pieces"]) for line in lines[:-1]]
+    assert page.locator(".rest").count() == 2
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "comparison"])
+def test_numbers_stand_beside_names_on_a_phone(
+    browser: Browser, folders: dict[str, Path], name: str
+) -> None:
+    """Each number is to the right of its row's name, with its title, and needs no scrolling."""
+    page, _ = open_page(browser, folders[name] / "report.html", "phone")
+    width = SIZES["phone"][0]
+    rows = page.locator(".systems tbody tr, .comparison tbody tr").all()
+    assert len(rows) >= 3
+    for row in rows:
+        title = row.locator("th").bounding_box()
+        cells = row.locator("td.n:visible").all()
+        for cell in cells:
+            box = cell.bounding_box()
+            assert title is not None and box is not None
+            assert box["x"] >= title["x"] + title["width"] and box["x"] + box["width"] <= width
+            assert cell.evaluate("cell => getComputedStyle(cell, '::before').content") not in (
+                "none",
+                '""',
+            )
+        first = cells[0].bounding_box() if cells else title
+        assert first is not None and title is not None
+        assert abs(first["y"] - title["y"]) < title["height"]
+    assert page.evaluate(
+        "Array.from(document.querySelectorAll('.scroll:has(.stack)'))"
+        ".every(box => box.scrollWidth <= box.clientWidth)"
+    )
+    page.close()
+
+
+# The contrast of each shown text with what is behind it, by the formula of WCAG 2.
+CONTRASTS = """() => {
+    const canvas = document.createElement('canvas').getContext('2d');
+    const parse = color => {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = color;
+        canvas.fillRect(0, 0, 1, 1);
+        return Array.from(canvas.getImageData(0, 0, 1, 1).data);
+    };
+    const light = ([r, g, b]) => [r, g, b].map(part => part / 255)
+        .map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = element => {
+        for (let at = element; at; at = at.parentElement) {
+            const color = parse(getComputedStyle(at).backgroundColor);
+            if (color[3] === 255) return color;
+        }
+        return [255, 255, 255, 255];
+    };
+    const texts = Array.from(document.querySelectorAll(
+        'h1, p, li, dd, dt, th, td, caption, .token, .plot text'));
+    return texts.filter(text => text.textContent.trim() && text.getClientRects().length)
+        .map(text => {
+            const style = getComputedStyle(text);
+            const ink = light(parse(text.closest('svg') ? style.fill : style.color));
+            const paper = light(behind(text));
+            return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+        });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_light_and_dark(
+    browser: Browser, folders: dict[str, Path], scheme: Literal["light", "dark"]
+) -> None:
+    """The page follows the system's scheme, its figures too, with a contrast of 4.5 or more; the
+    labels of data in their own colors are large or bold and have 3 or more.
+    """
+    page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop", scheme)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    is_dark = sum(int(part) for part in re.findall(r"\d+", paper)[:3]) < 3 * 128
+    assert is_dark == (scheme == "dark")
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 100
+    assert min(contrasts) >= 3
+    assert sum(contrast < 4.5 for contrast in contrasts) <= 2
+    page.close()
+
+
+def test_the_learning_curve_begins_with_the_start(
+    browser: Browser, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The curve shows the validation before step 1 as a mark of its own, left of all others."""
+    page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop")
+    figure = page.locator(".learning")
+    start = figure.locator("[id$=learning-start]").bounding_box()
+    end = figure.get_by_text("1.50", exact=True).last.bounding_box()
+    assert start is not None and end is not None and start["x"] < end["x"]
+    assert figure.get_by_text("start 1.25").count() == 1
+    assert "1.25 tokens per forward before step 1" in page.locator("section").inner_text()
+    page.close()
+    points = [HeldOutPoint(0, 1.25, (1.2, 1.3)), HeldOutPoint(3, 1.75, (1.7, 1.8))]
+    metrics = read_lines(folders["eagle3"].parents[1], "metrics.jsonl")
+    assert held_out_points(metrics)[:2] == points
+    later = learning_curve([*points[1:], HeldOutPoint(5, 1.5, (1.4, 1.6))], "later")
+    assert later is not None and "learning-start" not in later and "start 1" not in later
+    assert learning_curve(points[:1], "one") is None
+
+
+def test_before_and_after_stand_beside_each_other(
+    browser: Browser, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The figure has a number for each drafter of each fixed tree, the one before training too."""
+    shutil.copytree(folders["eagle3"], tmp_path / "few")
+    summary = read_summary(folders["eagle3"])
+    drafters = summary["acceptance"]["chain"]["drafters"]
+    drafters["untrained"] = {"pooled": 1.01, "ci95": [1.0, 1.02]}
+    (tmp_path / "few" / "summary.json").write_text(json.dumps(summary))
+    write_report(tmp_path / "report.html", [tmp_path / "few"])
+    page, _ = open_page(browser, tmp_path / "report.html", "desktop")
+    texts = page.locator(".gain text").all_text_contents()
+    own = f"{drafters['drafter']['pooled']:.2f}"
+    assert {"chain of 3", "before training", "1.01", "this drafter", own} <= {*texts}
+    page.close()
+    drafters["start"] = {"pooled": 1.2, "ci95": None}
+    (chain, bars), *_ = list_gain_bars(summary["acceptance"])
+    assert chain == "chain of 3"
+    assert [name for name, _ in bars] == ["without the fit", "before training", "this drafter"]
 
 
 @pytest.mark.parametrize("size", SIZES)
