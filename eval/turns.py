@@ -24,7 +24,8 @@ from spectrain.eval.systems import Decoder, System
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.models.energy import find_energy_reader
 from spectrain.output.console import is_live, make_console
-from spectrain.training.metrics import Pace, format_duration
+from spectrain.output.progress_line import format_duration
+from spectrain.training.metrics import Pace
 
 ORACLE = "oracle"
 

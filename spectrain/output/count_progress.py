@@ -8,16 +8,8 @@ import sys
 import time
 from typing import Any, Literal
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bar
-
 from .console import make_console
+from .progress_line import ProgressLine
 
 # Seconds between two lines where there is no terminal.
 LINE_SECONDS = 10.0
@@ -36,31 +28,24 @@ class CountProgress:
     ) -> None:
         self.title, self.total, self.completed = title, total, completed
         self.unit, self.enabled = unit, enabled
-        console = make_console(stderr=True)
-        self.is_live = enabled and console.is_terminal
-        self.bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn() if unit == "bytes" else MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.is_live,
+        self.line = ProgressLine(
+            title, total, make_console(stderr=True), completed, enabled=enabled
         )
-        self.task = self.bar.add_task(title, total=total, completed=completed)
+        self.line.update(completed, self.describe())
         self.last_line = time.monotonic()
 
     def __enter__(self) -> CountProgress:
-        self.bar.__enter__()
+        self.line.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.bar.__exit__(*raised)
+        self.line.__exit__(*raised)
 
     def advance(self, count: int) -> None:
         """Count more as done."""
         self.completed += count
-        if self.is_live:
-            self.bar.update(self.task, completed=self.completed)
+        if self.line.is_live:
+            self.line.update(self.completed, self.describe())
         elif self.enabled and time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
             print(f"{self.title}: {self.describe()}", file=sys.stderr, flush=True)
