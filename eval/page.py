@@ -33,13 +33,9 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.figures import COLORS, render_svg
+from spectrain.eval.headline import describe_headline
 from spectrain.eval.noise import is_possible
-from spectrain.eval.notes import (
-    describe_acceptance,
-    explain_numbers,
-    list_caveats,
-    recommend_system,
-)
+from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import write_text
 
@@ -135,8 +131,8 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "groups": [
             column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)
         ],
-        "recommendation": [*recommend_system(summary)][:1] if summary else [],
-        "notes": [*describe_acceptance(summary), *explain_numbers(summary), *list_caveats(summary)]
+        "recommendation": describe_headline(summary) if summary else [],
+        "notes": [*list_warnings(summary), *explain_numbers(summary), *list_caveats(summary)]
         if summary
         else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],

@@ -81,6 +81,9 @@ class EvalSettings:
     # Write report.html with example drafts, and measure what drafting adds to memory and what
     # training changed in the target.
     report: bool = True
+    # Print an answer in which colours tell the drafter's tokens from the target's; it needs
+    # eval.report.
+    show_answer: bool = False
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and
     # auto captures on a GPU.
     engine: EngineChoice = "auto"

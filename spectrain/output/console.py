@@ -15,6 +15,7 @@ from rich.text import Text
 
 from .logs import LogStream
 from .text import clean_text, escape_controls
+from .verbosity import is_quiet
 
 
 class PlainConsole(Console):
@@ -56,6 +57,8 @@ def make_console(**options: Any) -> Console:
 
 def is_live(console: Console) -> bool:
     """Tell whether a console can draw a progress bar anew: on a terminal, or in a notebook that has
-    the widgets for it.
+    the widgets for it, and unless the command is quiet.
     """
+    if is_quiet():
+        return False
     return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)

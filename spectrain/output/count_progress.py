@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .console import make_console
 from .progress_line import ProgressLine
+from .verbosity import is_quiet
 
 # Seconds between two lines where there is no terminal.
 LINE_SECONDS = 10.0
@@ -27,7 +28,7 @@ class CountProgress:
         enabled: bool = True,
     ) -> None:
         self.title, self.total, self.completed = title, total, completed
-        self.unit, self.enabled = unit, enabled
+        self.unit, self.enabled = unit, enabled and not is_quiet()
         self.line = ProgressLine(
             title, total, make_console(stderr=True), completed, enabled=enabled
         )

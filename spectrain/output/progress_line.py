@@ -64,6 +64,13 @@ class ProgressLine:
     def __exit__(self, *raised: Any) -> None:
         self.live.stop()
 
+    def restart(self, total: float | None) -> None:
+        """Begin to count anew, up to another total."""
+        self.total = total
+        self.completed = self.first = 0
+        self.seconds_left = None
+        self.start_time = self.update_time = time.monotonic()
+
     def update(
         self,
         completed: float,
