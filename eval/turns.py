@@ -113,14 +113,15 @@ class Interleaving:
         """Decode all turns of all prompts or, with a limit of time, of as many as fit into it."""
         target = self.decoder.target
         opening = prompts[0].tokenize_for(target)
+        if self.counts_apart and self.untimed:
+            self._count(prompts)
         # Warm up outside every timer.
-        for system in (None, *self.systems, *self.untimed):
+        others = [] if self.counts_apart else self.untimed
+        for system in (None, *self.systems, *others):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         self.decoder.choose_threads(self.systems, opening, self.max_new_tokens)
         for extension in self.extensions:
             extension.begin()
-        if self.counts_apart and self.untimed:
-            self._count(prompts)
         self.pace = Pace(len(prompts))
         self.progress.begin("timing prompt", len(prompts))
         for first in range(0, len(prompts), self.batch_size):

@@ -42,11 +42,14 @@ class CountProgress:
     def __exit__(self, *raised: Any) -> None:
         self.line.__exit__(*raised)
 
-    def advance(self, count: int) -> None:
-        """Count more as done."""
+    def advance(self, count: int, seconds_at_most: float | None = None) -> None:
+        """Count more as done; a time limit ends the rest in `seconds_at_most` seconds."""
         self.completed += count
         if self.line.is_live:
             self.line.update(self.completed, self.describe())
+            left = self.line.estimate_left()
+            if seconds_at_most is not None and (left is None or left > seconds_at_most):
+                self.line.update(self.completed, self.describe(), seconds_left=seconds_at_most)
         elif self.enabled and time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
             print(f"{self.title}: {self.describe()}", file=sys.stderr, flush=True)

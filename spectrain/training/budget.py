@@ -46,6 +46,14 @@ class Budget:
             return False
         return self._measure_seconds(parallel) >= share * self.max_seconds
 
+    def seconds_until(self, share: float) -> float | None:
+        """Return the seconds until this share of the time is over, by this process's clock; None
+        without a time limit.
+        """
+        if self.max_seconds is None:
+            return None
+        return max(0.0, share * self.max_seconds - (time.monotonic() - self.start_time))
+
     def _measure_seconds(self, parallel: ParallelStrategy) -> float:
         return float(parallel.all_gather(time.monotonic() - self.start_time)[0])
 

@@ -138,6 +138,6 @@ def read_features(
                 num_requested += 1
             batches.append(source.make_batch(make_request(examples)).to("cpu"))
             num_tokens += count_tokens(examples)
-            progress.advance(count_tokens(examples))
+            progress.advance(count_tokens(examples), budget.seconds_until(FIT_SHARE))
             position = behind
     return FittedBatches(batches, num_tokens, position)
