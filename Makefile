@@ -22,7 +22,8 @@ help:  ## show this list
 install: .venv/installed  ## create .venv with everything, the default target's weights included
 
 demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M and measure its speedup: eight minutes
-	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=3.5 eval.max_minutes=2.25 eval.serve_in=auto
+	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=3.5 eval.max_minutes=2.25 \
+	  eval.baselines=[own,shipped,untrained,fixed] eval.show_answer=true eval.serve_in=auto
 
 follow-demo: install  ## simulate a day of changing traffic: notice it, train, prove and swap a drafter: ten minutes
 	$(BIN)/python -m lab.benchmarks.follow_day

@@ -15,7 +15,7 @@ from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER, RECOMMENDED
 from spectrain.eval.extensions import EvalExtension, Results
-from spectrain.eval.fixed_trees import FixedTrees, drafts_alike, make_chain
+from spectrain.eval.fixed_trees import UNTRAINED, FixedTrees, drafts_alike, make_chain
 from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.leaks import check_no_leak
 from spectrain.eval.prompts import Prompt
@@ -60,6 +60,9 @@ class Baselines(EvalExtension):
     store: str | None = None
     # The prompts that are scored.
     prompts: Sequence[Prompt] = ()
+    # Whether tokens per forward in fixed trees are counted on their own: nothing timed stands for
+    # them then, and an untrained drafter, whose speed nobody needs, is not timed.
+    counts_apart: bool = False
     fixed_trees: FixedTrees = field(default_factory=FixedTrees)
 
     def check(self, candidate: Candidate) -> None:
@@ -83,7 +86,10 @@ class Baselines(EvalExtension):
         if FIXED not in self.names:
             return systems
         start = None if candidate.make_start is None else candidate.make_start()
-        return [*systems, *self.fixed_trees.systems(own, [first, *systems], start)]
+        counted = self.fixed_trees.systems(own, [first, *systems], start, self.counts_apart)
+        if self.counts_apart:
+            systems = [system for system in systems if system.name != UNTRAINED]
+        return [*systems, *counted]
 
     def _same_drafter(
         self, candidate: Candidate, first: System, store: Datastore | None

@@ -42,6 +42,7 @@ from spectrain.eval.report import print_comparison, print_engines
 from spectrain.eval.settings import refuse_unknown
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain.output.verbosity import result_output
 from spectrain.runs.lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train_and_score
@@ -166,7 +167,8 @@ def compare_in_folder(
     settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
     with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
         tracker.log_comparison(result, tracked_comparison(result), folder)
-    (print_comparison if comparison.scores is None else print_engines)(result)
+    with result_output():
+        (print_comparison if comparison.scores is None else print_engines)(result)
     print(f"written to {folder}")
     return result
 

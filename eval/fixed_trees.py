@@ -42,6 +42,8 @@ with.
 """
 SUBJECTS = (DRAFTER, START, UNTRAINED, "shipped")
 """Names of the systems whose drafters are decoded in the fixed trees."""
+TRAINED = (DRAFTER, START, UNTRAINED)
+"""Those of them that the training made."""
 SHAPE = ("depth", "budget", "top_k", "children", "temperature", "seed", "stop", "stop_on")
 """Settings of a chain or a tree of EAGLE-2 that decide what it drafts."""
 
@@ -113,14 +115,21 @@ class FixedTrees:
         self.names: dict[str, dict[str, str]] = {}
 
     def systems(
-        self, own: TreeBuilder, systems: Sequence[System], start: Drafter | None = None
+        self,
+        own: TreeBuilder,
+        systems: Sequence[System],
+        start: Drafter | None = None,
+        counts_apart: bool = False,
     ) -> list[System]:
-        """Return the systems to decode without timing them; a timed system that drafts the same is
-        not decoded again.
+        """Return the systems to decode without timing them; unless they are counted apart, a timed
+        system that drafts the same is not decoded again.
 
         `start` is the drafter with its fitted initial weights, where training began with them.
         """
         self.trees = choose_trees(own, systems[0].rule, systems[0].drafter.capabilities)
+        if counts_apart:
+            # A larger tree takes minutes where a chain takes seconds.
+            self.trees = {CHAIN: self.trees[CHAIN]}
         self.names = {key: {} for key in self.trees}
         untimed = []
         subjects = [
@@ -133,7 +142,7 @@ class FixedTrees:
         ]
         for key, builder in self.trees.items():
             for system in subjects:
-                if system.name not in SUBJECTS:
+                if system.name not in (TRAINED if counts_apart else SUBJECTS):
                     continue
                 plain = replace(
                     system, name=f"{system.name}-{key}", builder=builder, guard=None, pruning=None
@@ -144,7 +153,14 @@ class FixedTrees:
                     runner_source=None,
                     is_timed=False,
                 )
-                found = next((other.name for other in systems if drafts_alike(other, plain)), None)
+                found = next(
+                    (
+                        other.name
+                        for other in systems
+                        if not counts_apart and drafts_alike(other, plain)
+                    ),
+                    None,
+                )
                 self.names[key][system.name] = found or plain.name
                 if found is None:
                     untimed.append(replace(plain, builder=deepcopy(builder)))
@@ -176,6 +192,8 @@ class FixedTrees:
                 "drafters": {
                     drafter: measure_acceptance(part) for drafter, part in answers.items()
                 },
+                "prompts": len({turn.id for turn in answers[DRAFTER]}),
+                # Over the start of the training, or else over the untrained drafter.
                 "gain": next(
                     (
                         measure_gain(answers, before)
@@ -184,6 +202,8 @@ class FixedTrees:
                     ),
                     None,
                 ),
+                # Over the untrained drafter: what the fit and the steps of the training did.
+                "training_gain": measure_gain(answers, UNTRAINED) if UNTRAINED in answers else None,
             }
         return entries
 

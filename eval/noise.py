@@ -5,6 +5,7 @@ over at least as many tokens. So a speedup above the tokens per forward is impos
 slowed the steps that it is measured against.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
 from spectrain.eval.metrics import JudgedSpeedup, Speedup, Turn
 
@@ -37,6 +39,8 @@ class Noise:
     # How often every pair was decoded; from 2 on, the speedup is made of pairs whose rounds
     # alternate.
     repeats: int = 1
+    # Pairs that were disturbed and decoded again, of all.
+    repeated_pairs: int = 0
 
     @property
     def reasons(self) -> list[str]:
@@ -54,7 +58,12 @@ class Noise:
     def summary(self) -> dict[str, Any]:
         """Return the entry `noise` of summary.json."""
         load = None if self.load is None else round(self.load, 2)
-        return {"baseline_spread": round(self.jitter, 4), "load": load, "repeats": self.repeats}
+        return {
+            "baseline_spread": round(self.jitter, 4),
+            "load": load,
+            "repeats": self.repeats,
+            "repeated_pairs": self.repeated_pairs,
+        }
 
 
 def machine_load(device: torch.device) -> float | None:
@@ -127,6 +136,35 @@ def is_unsteady(turns: Sequence[Sequence[Turn]]) -> bool:
         return False
     impossible = any(metrics.speedup(system) > SLACK * largest_speedup(system) for system in turns)
     return baseline_jitter(turns[0]) > UNSTEADY or impossible
+
+
+def find_disturbed(turns: Sequence[Turn]) -> list[int]:
+    """Return the turns whose pair of runs was disturbed: a step or a round took longer than in
+    quiet turns, or the pair's speedup is impossible.
+    """
+    slow_steps = _find_slow([_round_seconds(turn.autoregressive) for turn in turns])
+    slow_rounds = _find_slow([_round_seconds(turn.drafted) for turn in turns])
+    return [
+        number
+        for number, turn in enumerate(turns)
+        if number in slow_steps
+        or number in slow_rounds
+        or metrics.speedup([turn]) > SLACK * largest_speedup([turn])
+    ]
+
+
+def _round_seconds(generation: Generation) -> float:
+    """Return the mean time of a round, in seconds; 0 without one."""
+    rounds = len(generation.round_seconds)
+    return generation.finish_seconds / rounds if rounds else 0.0
+
+
+def _find_slow(values: Sequence[float]) -> set[int]:
+    """Return the positions of times above the lower quartile by more than steady times differ:
+    other work on a machine slows steps down and never speeds them up.
+    """
+    quiet = float(np.quantile([value for value in values if value > 0] or [0.0], 0.25))
+    return {number for number, value in enumerate(values) if value > quiet * math.exp(UNSTEADY)}
 
 
 def median_pairs(repeats: Sequence[Sequence[Turn]]) -> list[Turn]:

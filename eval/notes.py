@@ -8,21 +8,16 @@ from typing import Any
 from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
-    AUTOREGRESSIVE,
     DRAFTER,
     GROUP_COLUMNS,
     Column,
-    choose_fastest,
     format_interval,
     format_number,
-    format_speedup,
-    format_speedup_interval,
     list_groups,
     list_systems,
 )
 from spectrain.eval.context import format_length
 from spectrain.eval.fixed_trees import START, UNTRAINED
-from spectrain.eval.noise import is_possible
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
@@ -32,40 +27,6 @@ EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
 """Sentences of evaluation extensions: the key that an extension adds to summary.json -> the
 sentences about its value.
 """
-
-
-def recommend_system(summary: Summary) -> Iterator[str]:
-    """Say what to decode with and what it gained: the fastest system, if it is faster than
-    decoding without a drafter.
-    """
-    systems = {
-        name: entry for name, entry in list_systems(summary).items() if entry["speedup"] is not None
-    }
-    possible = {name: entry for name, entry in systems.items() if is_possible(entry["speedup"])}
-    if len(possible) < 2 or summary.get("server"):
-        return
-    fastest = choose_fastest(summary)
-    prompts = summary["setting"]["prompts"]
-    best = max(possible.values(), key=lambda entry: float(entry["speedup"]["ratio"]))
-    if fastest == AUTOREGRESSIVE or best["speedup"]["ratio"] <= 1:
-        yield f"Use no drafter here: plain decoding is fastest, on {prompts} prompts."
-        return
-    if fastest is None:
-        yield (
-            "Nothing is recommended: no speedup may be quoted. Fastest as measured: "
-            f"{best['label']}, {format_speedup(best['speedup'])}, on {prompts} prompts."
-        )
-        return
-    best = systems[fastest]
-    speedup = best["speedup"]
-    interval = format_speedup_interval(speedup)
-    is_certain = (speedup["ci95"] or [0.0])[0] > 1
-    yield (
-        f"Use {best['label']}: {format_speedup(speedup)} times as fast as without a drafter"
-        f"{f' (95 % {interval})' if interval else ''}, on {prompts} prompts"
-        f"{'' if is_certain else '; whether it is faster is uncertain'}."
-    )
-    yield from describe_worst_category(best)
 
 
 def describe_acceptance(summary: Summary) -> Iterator[str]:
@@ -126,8 +87,13 @@ def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def explain_numbers(summary: Summary) -> Iterator[str]:
-    """Say where the time went, what was accepted, and what the speedup compares with."""
+    """Say how good the drafter is in fixed trees, where the time went, what was accepted, and what
+    the speedup compares with.
+    """
     setting = summary["setting"]
+    yield from describe_acceptance(summary)
+    for entry in list_systems(summary).values():
+        yield from describe_worst_category(entry)
     limits = summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = (
@@ -262,12 +228,25 @@ def describe_rules(rules: Summary, is_used: bool = False) -> str:
     )
 
 
-def list_caveats(summary: Summary) -> Iterator[str]:
-    """Say what cannot be quoted, what changed the output or the drafter, what was left out, and
-    what was checked.
-    """
+def list_warnings(summary: Summary) -> Iterator[str]:
+    """Say what cannot be quoted, what was left out, and whether the output is not the target's."""
     setting = summary["setting"]
-    yield from describe_noise(summary)
+    yield from describe_doubts(summary)
+    if setting.get("skipped"):
+        yield (
+            "Left out: "
+            + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items())
+            + "."
+        )
+    lossless = summary["lossless"]
+    if lossless is not None and (lossless["differences"] or not lossless["lossless"]):
+        yield describe_identity(lossless)
+
+
+def list_caveats(summary: Summary) -> Iterator[str]:
+    """Say what was decoded again, what changed the output or the drafter, and what was checked."""
+    setting = summary["setting"]
+    yield from describe_repeats(summary)
     yield from _describe_quality(summary)
     yield from _describe_trained_target(summary)
     if sentence := describe_trained_length(
@@ -289,14 +268,9 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     yield from _describe_plain_rounds(summary)
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
-    if setting.get("skipped"):
-        yield (
-            "Left out: "
-            + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items())
-            + "."
-        )
-    if summary["lossless"] is not None:
-        yield describe_identity(summary["lossless"])
+    lossless = summary["lossless"]
+    if lossless is not None and lossless["lossless"] and not lossless["differences"]:
+        yield describe_identity(lossless)
 
 
 def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
@@ -317,16 +291,25 @@ def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
         )
 
 
-def describe_noise(summary: Summary) -> Iterator[str]:
-    """Say why speedups cannot be quoted, and what was done about unsteady times."""
-    entries = [
-        entry for entry in (summary, *summary["compared"].values()) if entry["speedup"] is not None
-    ]
-    if summary.get("noise", {}).get("repeats", 1) > 1:
+def describe_repeats(summary: Summary) -> Iterator[str]:
+    """Say what was done about unsteady times."""
+    noise = summary.get("noise", {})
+    if noise.get("repeats", 1) > 1:
         yield (
             "Times were unsteady, so every pair of runs was decoded again, alternating round "
             "by round, and that counts."
         )
+    if pairs := noise.get("repeated_pairs", 0):
+        yield (
+            f"Disturbed pairs of runs that were decoded again, alternating round by round: {pairs}."
+        )
+
+
+def describe_doubts(summary: Summary) -> Iterator[str]:
+    """Say why speedups cannot be quoted."""
+    entries = [
+        entry for entry in (summary, *summary["compared"].values()) if entry["speedup"] is not None
+    ]
     doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
     for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
         labels = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]

@@ -41,12 +41,8 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.figures import COLORS, DARK_COLORS, make_color_style
-from spectrain.eval.notes import (
-    describe_acceptance,
-    explain_numbers,
-    list_caveats,
-    recommend_system,
-)
+from spectrain.eval.headline import describe_headline
+from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import write_text
 
@@ -144,11 +140,11 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "groups": [
             column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)
         ],
-        "headlines": [*recommend_system(summary), *describe_acceptance(summary)] if summary else [],
+        "headlines": describe_headline(summary) if summary else [],
         "gain": gain_chart(summary.get("acceptance") or {}, id),
         "learning": learning_curve(held_out, id),
         "learned": describe_learning(held_out),
-        "caveats": [*list_caveats(summary)] if summary else [],
+        "caveats": [*list_warnings(summary), *list_caveats(summary)] if summary else [],
         "notes": [*explain_numbers(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),

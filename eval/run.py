@@ -35,9 +35,9 @@ from spectrain.eval.memory import extra_memory
 from spectrain.eval.metrics import SystemSummary, measure_system, price_tokens
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
-from spectrain.eval.page import write_report
+from spectrain.eval.page import read_lines, write_report
 from spectrain.eval.prompts import read_prompts, take_turns
-from spectrain.eval.report import print_table
+from spectrain.eval.report import print_answer, print_table
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.settings import DecodingSettings, StatisticsSettings, SystemSettings
 from spectrain.eval.summary import (
@@ -51,13 +51,14 @@ from spectrain.eval.summary import (
 )
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
-from spectrain.eval.time_limit import TimeLimit
+from spectrain.eval.time_limit import ScoreProgress, TimeLimit
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.eval.user_times import compare_user_times
 from spectrain.files import write_text
 from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import result_output
 from spectrain.runs.candidate import Candidate
 from spectrain.trees.measurements import Calibration, RuleForecast
 
@@ -123,7 +124,12 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
 
     def _baselines(self) -> Baselines:
         return Baselines(
-            self.baseline_names(), self.assistant, self.exit_layer, self.store, self.chosen
+            self.baseline_names(),
+            self.assistant,
+            self.exit_layer,
+            self.store,
+            self.chosen,
+            counts_apart=self.max_minutes is not None,
         )
 
     def baseline_names(self) -> list[str]:
@@ -140,6 +146,25 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         """
         extensions = self.extensions()
         limit = self._make_limit()
+        progress = ScoreProgress(limit)
+        with progress.line:
+            summary = self._score(candidate, extensions, folder, limit, progress)
+        with result_output():
+            print_table(summary, extensions)
+            if self.show_answer and self.report:
+                print_answer(read_lines(folder / "drafts.jsonl"))
+        return summary
+
+    def _score(
+        self,
+        candidate: Candidate,
+        extensions: list[EvalExtension],
+        folder: Path,
+        limit: TimeLimit | None,
+        progress: ScoreProgress,
+    ) -> dict[str, Any]:
+        """Decode, measure and write; return summary.json."""
+        progress.begin("preparing the drafters")
         changes_drafter = any(extension.changes_drafter for extension in extensions)
         requested_rule = candidate.rule.name
         candidate, rule_forecast = self._prepare(candidate, extensions)
@@ -151,12 +176,20 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         decoder = self._make_decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
         decoding = Interleaving(
-            decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size, limit
+            decoder,
+            systems,
+            extensions,
+            oracle,
+            self.max_new_tokens,
+            self.batch_size,
+            limit,
+            progress,
         )
         decoding.run(self.chosen)
         if limit is not None:
-            self._leave_out(decoding.num_prompts, limit)
+            self._leave_out(decoding, limit)
         decoding.repeat(1 if changes_drafter else self.repeats)
+        progress.begin("comparing outputs with the target's")
         results = self._measure(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         sections: dict[str, Any] = {}
@@ -170,12 +203,12 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         limits = self._measure_limits(results, oracle)
         for extension in extensions:
             sections |= extension.report(results)
+        progress.begin("writing the report")
         if self.report:
             sections |= self._measure_costs(results)
         setting = {**self._describe_setting(results, decoding), "rule": requested_rule}
         summary = EvaluationSummary(results.summaries, limits, sections, setting).to_json()
         self._write(results, summary, calibration)
-        print_table(summary, extensions)
         return summary
 
     def _make_limit(self) -> TimeLimit | None:
@@ -187,12 +220,17 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         self.chosen = take_turns(self.chosen)
         return TimeLimit(self.max_minutes, self.check, self.report, self.repeats)
 
-    def _leave_out(self, num_prompts: int, limit: TimeLimit) -> None:
-        """Count the prompts after the first `num_prompts` as left out for want of time."""
-        if num_prompts < len(self.chosen):
-            reason = f"prompts for which eval.max_minutes={limit.minutes:g} left no time"
-            self.skipped[reason] = len(self.chosen) - num_prompts
-            self.chosen = self.chosen[:num_prompts]
+    def _leave_out(self, decoding: Interleaving, limit: TimeLimit) -> None:
+        """Leave out the prompts that were not timed, and say why."""
+        num_timed = decoding.num_prompts
+        if num_timed < len(self.chosen):
+            reason = (
+                "prompts not timed, because the sequential test had decided"
+                if decoding.is_decided
+                else f"prompts not timed, for which eval.max_minutes={limit.minutes:g} left no time"
+            )
+            self.skipped[reason] = len(self.chosen) - num_timed
+            self.chosen = self.chosen[:num_timed]
 
     def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a row of values for each system of a summary, for trackers."""
@@ -282,7 +320,10 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         decoder, turns, target = decoding.decoder, decoding.turns, candidate.target
         self._refuse_answers(decoding, target)
         noise = Noise(
-            baseline_jitter(turns[DRAFTER]), machine_load(target.device), decoding.repeats
+            baseline_jitter(turns[DRAFTER]),
+            machine_load(target.device),
+            decoding.repeats,
+            len(decoding.repeated),
         )
         summaries = {}
         for system in decoding.systems:

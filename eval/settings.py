@@ -82,6 +82,9 @@ class ReportSettings:
     # Write report.html with example drafts, and measure what drafting adds to memory and what
     # training changed in the target.
     report: bool = True
+    # Print an answer in which colours tell the drafter's tokens from the target's; it needs
+    # eval.report.
+    show_answer: bool = False
 
 
 @dataclass

@@ -18,6 +18,7 @@ from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, choose_fastest, order_systems
+from spectrain.eval.headline import describe_headline
 from spectrain.eval.kinds import kind_runs
 from spectrain.eval.metrics import SystemSummary, Turn
 from spectrain.files import atomic_write, write_text
@@ -54,7 +55,11 @@ class EvaluationSummary:
         }
         # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup
         # may be quoted.
-        return {"recommended": choose_fastest(content), **content}
+        return {
+            "recommended": choose_fastest(content),
+            "headline": describe_headline(content),
+            **content,
+        }
 
 
 def speedup_limits(

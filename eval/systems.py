@@ -19,6 +19,7 @@ from spectrain.decoding.session import (
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.models.threads import personal_variable
+from spectrain.output.verbosity import shows_notes
 from spectrain.trees import TreeBuilder
 
 
@@ -89,7 +90,7 @@ class Decoder:
 
     def choose_threads(self, systems: Sequence[System], prompt: list[int], limit: int) -> None:
         """Choose the number of threads of autoregressive steps and of each system's rounds, and
-        print it in one line.
+        print it in one line with --notes.
         """
         sessions = {
             "plain": self.session(None),
@@ -97,6 +98,8 @@ class Decoder:
         }
         for session in sessions.values():
             session.choose_threads(prompt, limit)
+        if not shows_notes():
+            return
         choices = [
             f"{name} {session.threads.describe()}"
             for name, session in sessions.items()
@@ -104,7 +107,11 @@ class Decoder:
         ]
         if choices:
             print(f"threads of a step, by measured times: {'; '.join(choices)}")
-        elif self.target.device.type == "cpu" and (variable := personal_variable()) is not None:
+        elif (
+            shows_notes()
+            and self.target.device.type == "cpu"
+            and (variable := personal_variable()) is not None
+        ):
             print(f"threads: {torch.get_num_threads()}, as {variable} says")
 
     def thread_choices(self) -> dict[str, Any]:

@@ -9,26 +9,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.progress import track
-
 from spectrain.data.chat_template import Kind
 from spectrain.decoding.generation import Generation
 from spectrain.eval.columns import AUTOREGRESSIVE
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.kinds import opening_kind
 from spectrain.eval.metrics import Turn
-from spectrain.eval.noise import is_unsteady, median_pairs
+from spectrain.eval.noise import find_disturbed, is_unsteady, median_pairs
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.eval.systems import Decoder, System
-from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
+from spectrain.eval.time_limit import MIN_PROMPTS, ScoreProgress, TimeLimit, is_decided
 from spectrain.models.energy import find_energy_reader
-from spectrain.output.console import is_live, make_console
-from spectrain.training.metrics import Pace, format_duration
+from spectrain.output.console import make_console
+from spectrain.output.progress_line import format_duration
+from spectrain.output.verbosity import is_quiet
+from spectrain.training.metrics import Pace
 
 ORACLE = "oracle"
 
 PATIENCE = 300  # seconds that decoding everything again may take
+# Prompts that are decoded together where only their tokens per forward count. With SmolLM2-135M and
+# a chain on two busy cores, 20 prompts took 53 s one by one, 34 s by fours, 26 s by tens and 57 s
+# at once.
+COUNTED_TOGETHER = 10
 
 Runs = dict[str, list[Generation]]
 
@@ -72,12 +76,17 @@ class Interleaving:
         max_new_tokens: int,
         batch_size: int,
         limit: TimeLimit | None = None,
+        progress: ScoreProgress | None = None,
     ) -> None:
         self.decoder, self.extensions, self.oracle = decoder, extensions, oracle
         self.systems = [system for system in systems if system.is_timed]
-        # Decoded once, after the others.
+        # Decoded once: after the others or, with a limit of time, before them and many at once.
         self.untimed = [system for system in systems if not system.is_timed]
         self.max_new_tokens, self.batch_size, self.limit = max_new_tokens, batch_size, limit
+        # A drafter that changes while it decodes decodes once, in the order of the prompts.
+        self.changes_drafter = any(extension.changes_drafter for extension in extensions)
+        self.counts_apart = limit is not None and not self.changes_drafter
+        self.progress = progress or ScoreProgress(limit)
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[TurnRequest]] = []
         self.left_out = Counter[str]()
@@ -93,39 +102,74 @@ class Interleaving:
         self.repeats = 1
         self.num_prompts = 0
         self.seconds = 0.0
+        # Prompts whose tokens per forward were counted apart; whether the test of the speed ended
+        # the timing; the pairs that were decoded again, as system and turn.
+        self.num_counted = 0
+        self.is_decided = False
+        self.repeated = set[tuple[str, int]]()
 
     @skip_old_garbage()
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts or, with a limit of time, of as many as fit into it."""
         target = self.decoder.target
         opening = prompts[0].tokenize_for(target)
+        if self.counts_apart and self.untimed:
+            self._count(prompts)
         # Warm up outside every timer.
-        for system in (None, *self.systems, *self.untimed):
+        others = [] if self.counts_apart else self.untimed
+        for system in (None, *self.systems, *others):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         self.decoder.choose_threads(self.systems, opening, self.max_new_tokens)
         for extension in self.extensions:
             extension.begin()
-        starts = range(0, len(prompts), self.batch_size)
-        console = self.console
         self.pace = Pace(len(prompts))
-        for first in track(
-            starts, "prompts", console=console, disable=not is_live(console), transient=True
-        ):
+        self.progress.begin("timing prompt", len(prompts))
+        for first in range(0, len(prompts), self.batch_size):
             start = time.perf_counter()
             self._decode_conversations(prompts[first : first + self.batch_size])
             self.seconds += time.perf_counter() - start
             done = self.num_prompts = min(first + self.batch_size, len(prompts))
-            if self._is_out_of_time():
+            self.progress.show(done)
+            self._repeat_disturbed()
+            if self._is_out_of_time() or self._is_speed_decided():
                 break
             if done < len(prompts):
                 self._print_progress(
                     f"scored {done} of {len(prompts)} prompts  {self.pace.time_left(done)}"
                 )
 
-    def _is_out_of_time(self) -> bool:
-        """Tell whether no time is left for another batch, or unsteady times could not be
-        measured again after it.
+    def _count(self, prompts: Sequence[Prompt]) -> None:
+        """Count the tokens per forward of all prompts, many at once: no other work on the machine
+        changes a count. All systems answer the same prompts.
         """
+        self.progress.begin("counting prompt", len(prompts))
+        for first in range(0, len(prompts), COUNTED_TOGETHER):
+            chats = [
+                (prompt, list[TurnAnswer]()) for prompt in prompts[first : first + COUNTED_TOGETHER]
+            ]
+            self.num_counted = first + len(chats)
+            while chats:
+                batch = [self._make_request(*chat, row) for row, chat in enumerate(chats, first)]
+                runs = self._decode_untimed(batch)
+                # No count reads the pair's other run.
+                runs[AUTOREGRESSIVE] = runs[self.untimed[0].name]
+                for name, turns in pair_runs(batch, runs).items():
+                    self.turns[name] += turns
+                chats = self._continue_chats(chats, runs[AUTOREGRESSIVE])
+            self.progress.show(self.num_counted)
+            if self.limit is not None and not self.limit.allows_counting():
+                break
+
+    def _decode_untimed(self, batch: Sequence[TurnRequest]) -> Runs:
+        """Decode a batch with the systems that are not timed."""
+        tokens, keys = batch_inputs(batch)
+        return {
+            system.name: self.decoder(system, tokens, self.max_new_tokens, keys)
+            for system in self.untimed
+        }
+
+    def _is_out_of_time(self) -> bool:
+        """Tell whether no time is left for another batch."""
         if self.limit is None or self.num_prompts < MIN_PROMPTS:
             return False
         prompt_seconds = self.seconds / self.num_prompts
@@ -133,19 +177,52 @@ class Interleaving:
             self._seconds_left(self.num_prompts + self.batch_size)
             - self.batch_size * prompt_seconds
         )
-        if after_next < 0:
-            return True
-        repeat_seconds = self._repeat_seconds(self.limit.repeats)
-        fits_now = repeat_seconds <= self._seconds_left(self.num_prompts)
-        fits_later = repeat_seconds * (1 + self.batch_size / self.num_prompts) <= after_next
-        timed = [self.turns[system.name] for system in self.systems]
-        return self.limit.repeats > 1 and fits_now and not fits_later and is_unsteady(timed)
+        return after_next < 0
+
+    def _is_speed_decided(self) -> bool:
+        """Tell whether enough prompts are timed: with a limit of time, whether the scored drafter
+        is faster or slower than decoding without it, in each of its trees.
+        """
+        own = [system for system in self.systems if system.drafter is self.systems[0].drafter]
+        self.is_decided = self.limit is not None and all(
+            is_decided(self.turns[system.name]) for system in own
+        )
+        return self.is_decided
+
+    def _repeat_disturbed(self) -> None:
+        """With a limit of time, decode pairs again that something else on the machine disturbed, as
+        their times show; rounds of the two alternate.
+        """
+        if self.limit is None or self.limit.repeats < 2 or self.changes_drafter:
+            return
+        if self.batch_size > 1 or self.num_prompts < MIN_PROMPTS:
+            return
+        requests = [request for batch in self.batches for request in batch]
+        for system in self.systems:
+            turns = self.turns[system.name]
+            for number in find_disturbed(turns):
+                pair = (system.name, number)
+                seconds = sum(
+                    run.decode_seconds
+                    for run in (turns[number].autoregressive, turns[number].drafted)
+                )
+                if pair in self.repeated or seconds > self._seconds_left(self.num_prompts):
+                    continue
+                self.repeated.add(pair)
+                turns[number] = self._decode_pair(system, requests[number])
+
+    def _decode_pair(self, system: System, request: TurnRequest) -> Turn:
+        """Decode a turn without and with a system, round by round."""
+        tokens, keys = batch_inputs([request])
+        plain, drafted = self.decoder.decode_interleaved(system, tokens, self.max_new_tokens, keys)
+        return pair_runs([request], {AUTOREGRESSIVE: plain, system.name: drafted})[system.name][0]
 
     def _seconds_left(self, num_prompts: int) -> float:
         """Return the seconds left for decoding so many prompts; infinity without a limit."""
         if self.limit is None:
             return float("inf")
-        num_runs = 1 + len(self.systems) + len(self.untimed) + (self.oracle is not None)
+        num_untimed = 0 if self.counts_apart else len(self.untimed)
+        num_runs = 1 + len(self.systems) + num_untimed + (self.oracle is not None)
         return self.limit.seconds_left(
             num_prompts, self.seconds / max(1, self.num_prompts) / num_runs
         )
@@ -164,7 +241,7 @@ class Interleaving:
 
     def _print_progress(self, line: str) -> None:
         """Print a line now and then if there is no terminal for a progress bar."""
-        if not is_live(self.console) and self.pace.is_due():
+        if not is_quiet() and not self.progress.line.is_live and self.pace.is_due():
             self.console.print(line, highlight=False)
 
     def _decode_conversations(self, prompts: Sequence[Prompt]) -> None:
@@ -220,10 +297,7 @@ class Interleaving:
             if self.read_energy:
                 self.joules[name] += self.read_energy() - start
                 self.num_tokens[name] += sum(len(run.output) for run in runs[name])
-        return runs | {
-            system.name: self.decoder(system, tokens, self.max_new_tokens, keys)
-            for system in self.untimed
-        }
+        return runs if self.counts_apart else runs | self._decode_untimed(batch)
 
     def joules_per_token(self, name: str) -> dict[str, float] | None:
         """Return the joules of a token without and with a system, prefill included; None where
@@ -246,11 +320,14 @@ class Interleaving:
         repeated if that would take minutes.
         """
         names = [system.name for system in self.systems]
+        if self.limit is not None:
+            # Disturbed pairs were decoded again one by one.
+            return
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
             return
         seconds = self._repeat_seconds(times)
         duration = format_duration(seconds)
-        if seconds > min(PATIENCE, self._seconds_left(self.num_prompts)):
+        if seconds > PATIENCE:
             self.console.print(
                 f"times are unsteady; decoding every pair again would take {duration} more, so it "
                 "is not done"

@@ -1,5 +1,5 @@
-"""The text of `--help`: examples first, then every key with its default and description, then
-where results go.
+"""The text of `--help`: examples, choices and the keys used most, on two screens; `--help all` has
+every key with its default and description, and `--help GROUP` those of one group.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 # Groups with choices that no serving engine supports.
 EXPERIMENTAL_GROUPS = ("recipe", "drafter", "acceptance", "tree")
 HELP_WORDS = ("-h", "--help", "help")
+ALL = "all"
+"""The topic of help that shows everything."""
+MAX_LINES = 60
+"""Lines of help without a topic: two screens."""
 
 
 HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
@@ -49,24 +53,96 @@ def format_overview() -> str:
     return str(HELP_DATA["overview"]).format(commands="\n".join(lines).strip()).rstrip()
 
 
-def explain_command(name: str, words: list[str]) -> str:
+def split_help_topic(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the word after `--help`, which names what to explain, and the words without both."""
+    at = next(number for number, word in enumerate(words) if word in HELP_WORDS[:2])
+    topic = words[at + 1] if at + 1 < len(words) and words[at + 1].isidentifier() else None
+    rest = words[:at] + words[at + (1 if topic is None else 2) :]
+    return topic, [word for word in rest if word not in HELP_WORDS[:2]]
+
+
+def explain_command(name: str, words: list[str], topic: str | None = None) -> str:
     """Return the help of one command; the choices and the recipe among `words` decide whose keys
-    are shown.
+    are shown. The topic is a group or "all"; None shows what fits two screens.
     """
     command = COMMANDS[name]
+    groups: set[str] = set()
+    if command.config is not None:
+        schema = load_schema(command.config)
+        groups = {*schema.groups, *schema.nodes}
+    if topic not in (None, ALL, *groups):
+        nearest = suggest_nearest(str(topic), [ALL, *sorted(groups)])
+        raise UserError(f"--help {topic}: there is no such group; {nearest}")
     examples = [
-        f"  spectrain {name} {words}".rstrip() + f"\n      {meaning}"
+        f"  spectrain {name} {words}".rstrip() + f"\n{wrap_text(meaning, '      ')}"
         for words, meaning in command.examples.items()
     ]
-    parts = [f"spectrain {name}: {command.about}", format_section("Examples", "\n".join(examples))]
-    if command.config is not None:
-        parts += describe_config(name, command, words)
-    if name in ("export", "convert"):
-        parts.append(format_section("Formats, and what reads them", format_readers(name)))
+    head = [
+        f"spectrain {name}: {command.about}",
+        format_section("Examples", "\n".join(examples)),
+    ]
+    if topic not in (None, ALL):
+        sections = describe_config(name, command, words)
+        return "\n\n".join([head[0], *(each for each in sections if is_about(each, str(topic)))])
+    flags = [format_section("Flags", format_list(command.flags))] if command.flags else []
+    results = format_section("Results", wrap_text(command.results, "  "))
+    config = [] if command.config is None else describe_config(name, command, words)
+    readers = list_readers_section(name)
+    text = "\n\n".join([*head, *config, *readers, *flags, results])
+    if topic == ALL or len(text.splitlines()) <= MAX_LINES:
+        return text
     if command.flags:
-        parts.append(format_section("Flags", format_list(command.flags)))
-    parts.append(format_section("Results", wrap_text(command.results, "  ")))
-    return "\n\n".join(parts)
+        flags = [format_section("Flags", format_lines(command.flags))]
+    summary = summarize_config(name, command, words)
+    return "\n\n".join([*head, *summary, *readers, *flags, results])
+
+
+def is_about(section: str, group: str) -> bool:
+    """Tell whether a section of help has the keys of a group."""
+    return section.startswith(f"{group}.KEY=VALUE")
+
+
+def summarize_config(name: str, command: Command, words: list[str]) -> list[str]:
+    """Describe the groups in a line each, and the keys that are used most."""
+    schema = load_schema(command.config or "")
+    folders = conf_folders(words)
+    choices = select_choices(schema, words)
+    if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
+        words = [*words, "recipe=eagle3"]
+    parts = []
+    if schema.groups:
+        lines = []
+        for group in sorted(schema.groups, key=lambda group: group != "recipe"):
+            files = choice_files(group, folders)
+            experimental = list_experimental(group, files)
+            names = " | ".join(each for each in files if each not in experimental)
+            if len(files) > 1:
+                lines.append(cut_line(f"  {group}={names}"))
+        parts.append(format_section("Groups: GROUP=CHOICE", "\n".join(lines)))
+    values = settings_by_group(schema, words)
+    known = {key.name: key for key in command_keys(name, schema)} | {
+        f"{group}.{key.name}": key for group, keys in values.items() for key in keys
+    }
+    keys = [key for key in command.keys if key in known] or [*known][:10]
+    entries = {
+        f"{key}={'???' if known[key].default is None else known[key].default}": known[
+            key
+        ].description
+        for key in keys
+    }
+    parts.append(format_section("Keys used most: KEY=VALUE", format_lines(entries)))
+    topics = "; ".join(
+        filter(
+            None,
+            [
+                f"spectrain {name} --help all: every choice and key",
+                f"--help GROUP: the keys of one group, as in --help {next(iter(values))}"
+                if values
+                else "",
+            ],
+        )
+    )
+    return [*parts, wrap_text(f"{topics}.", "")]
 
 
 def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
@@ -130,12 +206,15 @@ def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
     return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
 
 
-def format_readers(name: str) -> str:
-    """Return the formats that a command writes, each with the programs that read it."""
+def list_readers_section(name: str) -> list[str]:
+    """Return the section of a command's formats, each with the programs that read it; [] for a
+    command that writes none.
+    """
+    if name not in ("export", "convert"):
+        return []
     formats = EXPORT_FORMATS if name == "export" else FORMATS
-    return format_list(
-        {format_name: describe_format(format_name) or "spectrain" for format_name in formats}
-    )
+    readers = {name: describe_format(name) or "spectrain" for name in formats}
+    return [format_section("Formats, and what reads them", format_list(readers))]
 
 
 def format_choices(group: str, folders: list[Path]) -> str:
@@ -191,6 +270,24 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
     return format_list(entries)
 
 
+def format_lines(entries: Mapping[str, str]) -> str:
+    """List names with their descriptions, one line each; what does not fit is cut."""
+    column = min(30, max((len(name) for name in entries), default=0) + 2)
+    return "\n".join(
+        cut_line(f"  {name.ljust(column - 2)}  {meaning}") for name, meaning in entries.items()
+    )
+
+
+def cut_line(text: str) -> str:
+    """Return a line that fits; one that was cut ends with two points."""
+    width = help_width()
+    if len(text) <= width:
+        return text
+    kept = text[: width - 3]
+    words = kept.rpartition(" ")[0]
+    return f"{words if len(words) > width / 2 else kept} .."
+
+
 def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
     """List names with their descriptions in a column; the description of a long name goes below
     it.
@@ -205,8 +302,13 @@ def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def help_width() -> int:
+    """Return the number of characters of a line."""
+    return max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+
+
 def wrap_text(text: str, indent: str, first: str | None = None) -> str:
-    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    width = help_width()
     opening = indent if first is None else first
     return (
         textwrap.fill(

@@ -21,6 +21,14 @@ from spectrain.config.commands import (
     set_settings_file,
 )
 from spectrain.output.streams import clean_output
+from spectrain.output.verbosity import (
+    FLAGS,
+    command_output,
+    is_quiet,
+    print_json,
+    read_level,
+    result_output,
+)
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 
@@ -64,8 +72,15 @@ def dispatch_command(arguments: list[str]) -> None:
     from spectrain.config.missing import explain_missing
     from spectrain.errors import UserError, suggest_nearest
 
-    from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
-    from .overrides import check_drafters, check_words, to_settings
+    from .help import (
+        COMMANDS,
+        HELP_WORDS,
+        explain_command,
+        format_overview,
+        package_version,
+        split_help_topic,
+    )
+    from .overrides import to_settings
     from .settings_file import split_settings_file
 
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
@@ -92,15 +107,32 @@ def dispatch_command(arguments: list[str]) -> None:
     set_settings_file(file)
     of_file = [] if file is None else [*file.words]
     if any(word in HELP_WORDS[:2] for word in words):
-        return print(
-            explain_command(
-                name,
-                [
-                    *of_file,
-                    *to_settings(name, [word for word in words if word not in HELP_WORDS[:2]]),
-                ],
-            )
-        )
+        topic, words = split_help_topic(words)
+        return print(explain_command(name, [*of_file, *to_settings(name, words)], topic))
+    command = COMMANDS[name]
+    # A command without a configuration reads its own flags.
+    flags = tuple(
+        word
+        for word in words
+        if word in FLAGS
+        and word in command.flags
+        and word not in command.stands
+        and command.config is not None
+    )
+    words = [word for word in words if word not in flags]
+    try:
+        level = read_level(flags)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    with command_output(level, "--json" in flags):
+        run_named_command(name, words, of_file)
+
+
+def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
+    """Run a command with these words, behind those of its settings file."""
+    from .help import COMMANDS
+    from .overrides import check_drafters, check_words, to_settings
+
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
     prints = name == "train" and PRINT_CONFIG in words
@@ -170,11 +202,11 @@ def find_refused_word(words: Sequence[str]) -> str:
 
 
 def disable_progress_bars() -> None:
-    """Disable progress bars without a terminal, so that a mistake is one line in a log."""
-    if not sys.stderr.isatty():
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
+    """Disable progress bars of libraries without a terminal, so that a mistake is one line in a
+    log; they read this before they are imported, which takes seconds.
+    """
+    if is_quiet() or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def with_exit_codes(task: Task) -> Task:
@@ -229,7 +261,8 @@ def plan_command(config: Any) -> None:
     # Recipes depend on the planned device.
     lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
     spec, settings = read_command_run(config, "plan")
-    settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+    with result_output():
+        settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
 
 
 def print_settings(config: Any) -> None:
@@ -245,17 +278,32 @@ def train_command(config: Any) -> None:
     spec, _ = read_command_run(config)
     folder = lazy_import("runs.train.train_and_score")(spec)
     lazy_import("runs.server_scores.score_in_engine")(spec, folder)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
+    name = spec.evaluation_name if spec.eval else None
+    print_json(lazy_import("cli.results.TrainResult").from_folder(folder, name).to_dict())
+    with result_output():
+        lazy_import("cli.next_steps.print_after_training")(folder, name)
 
 
 def evaluate_command(config: Any) -> None:
     if "server" in config or config.serve:
-        lazy_import("runs.server_scores.score_server")(config)
+        print_json(lazy_import("runs.server_scores.score_server")(config))
         return
     spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(config)
-    lazy_import("runs.score.evaluate")(spec, folder)
+    summary = lazy_import("runs.score.evaluate")(spec, folder)
     # A run's own setting is about its training.
     if (config.get("eval") or {}).get("serve_in"):
         lazy_import("runs.server_scores.score_in_engine")(spec, folder)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print_json(summary)
+        with result_output():
+            lazy_import("cli.next_steps.print_after_score")(folder, spec.evaluation_name)
+
+
+def compare_command(config: Any) -> None:
+    spec, settings = read_command_run(config, "compare", "recipes", "runs")
+    print_json(lazy_import("eval.compare.compare")(spec, **settings))
 
 
 def audit_command(config: Any) -> None:
@@ -303,7 +351,7 @@ CORE_TASKS: Mapping[str, Task] = {
     "train": train_command,
     "plan": plan_command,
     "eval": evaluate_command,
-    "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),
+    "compare": compare_command,
     "chat": chat_command,
     "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
     "data audit": audit_command,

@@ -42,16 +42,18 @@ def register_resolvers(device: str = "auto") -> None:
     """Let hydra find the choices of installed packages and what `${cpu_gpu:A,B}` and
     `${embedded:A}` stand for: A on a machine without a GPU and B on one with a GPU, or according to
     `device`; A of the embedded conversations, and null of data that the user names."""
-    import torch
     from omegaconf import OmegaConf
 
     from .search_path import register_search_path
 
+    def choose(cpu: Any, gpu: Any) -> Any:
+        # A command that only reads files has no such value, and does without torch.
+        import torch
+
+        return gpu if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else cpu
+
     register_search_path()
-    has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    OmegaConf.register_new_resolver(
-        "cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True
-    )
+    OmegaConf.register_new_resolver("cpu_gpu", choose, replace=True)
     OmegaConf.register_new_resolver("embedded", _resolve_embedded, replace=True)
 
 

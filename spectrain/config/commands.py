@@ -33,6 +33,8 @@ class Command:
     config: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    # The keys used most, which help without a topic shows.
+    keys: list[str] = field(default_factory=list)
     # Flag -> a setting, or the key whose value follows it.
     stands: dict[str, str] = field(default_factory=dict)
     # Keys of positional words.

@@ -128,7 +128,7 @@ def measured_section(run: Path) -> list[str]:
         lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
-        lines += [*fastest_line(summary), *acceptance_lines(summary)]
+        lines += [*summary.get("headline", []), *acceptance_lines(summary)]
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
             lines.append(f"{lossy_warning(lossless['rule'])}.")
@@ -138,23 +138,6 @@ def measured_section(run: Path) -> list[str]:
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
     return [*lines, *warn_of_long_texts(summaries)]
-
-
-def fastest_line(summary: Mapping[str, Any]) -> list[str]:
-    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it
-    recommends nothing.
-    """
-    name = summary.get("recommended")
-    compared = summary.get("compared", {})
-    if name == "autoregressive":
-        return ["Plain decoding was fastest there: use no drafter."]
-    entry = compared.get(name) or (summary if name == "drafter" else {})
-    ratio = (entry.get("speedup") or {}).get("ratio", 0.0)
-    return (
-        [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."]
-        if ratio > 1
-        else []
-    )
 
 
 def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:

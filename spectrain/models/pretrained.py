@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from spectrain.errors import UserError, first_line
 
@@ -45,7 +46,7 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
     index = Path(model) / INDEX_FILE
     if index.exists():
         read_index(index)
-    with hold_back_reports() as reports:
+    with hold_back_reports() as reports, clear_bars():
         try:
             network, info = model_class.from_pretrained(model, **asked)
         except SafetensorError as error:
@@ -65,6 +66,21 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             reports.clear()
             raise UserError(f"{key}={model}: {fault}; {ADVICE}")
     return network
+
+
+@contextmanager
+def clear_bars() -> Iterator[None]:
+    """Let the bars of transformers vanish where they end, in place of remaining on the screen."""
+    # The oldest releases have no such hook.
+    set_hook = getattr(transformers_logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+    set_hook(lambda make_bar, args, options: make_bar(*args, **{**options, "leave": False}))
+    try:
+        yield
+    finally:
+        set_hook(None)
 
 
 def describe_fault(info: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment
@@ -15,12 +15,27 @@ from rich.text import Text
 
 from .logs import LogStream
 from .text import clean_text, escape_controls
+from .verbosity import is_quiet
 
 
 class PlainConsole(Console):
     """A console whose texts come from files, models and servers: no markup, no emoji codes, no
     control characters of theirs.
     """
+
+    @property
+    def file(self) -> IO[str]:
+        """Return the stream to write to: the one behind all that stand in for it, because the
+        sequences of a live display must reach the terminal as they are.
+        """
+        file = super().file
+        while (behind := getattr(file, "rich_proxied_file", None)) is not None:
+            file = behind
+        return file
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(clean_text(text), **options)
@@ -42,6 +57,8 @@ def make_console(**options: Any) -> Console:
 
 def is_live(console: Console) -> bool:
     """Tell whether a console can draw a progress bar anew: on a terminal, or in a notebook that has
-    the widgets for it.
+    the widgets for it, and unless the command is quiet.
     """
+    if is_quiet():
+        return False
     return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)

@@ -8,16 +8,9 @@ import sys
 import time
 from typing import Any, Literal
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bar
-
 from .console import make_console
+from .progress_line import ProgressLine
+from .verbosity import is_quiet
 
 # Seconds between two lines where there is no terminal.
 LINE_SECONDS = 10.0
@@ -35,32 +28,28 @@ class CountProgress:
         enabled: bool = True,
     ) -> None:
         self.title, self.total, self.completed = title, total, completed
-        self.unit, self.enabled = unit, enabled
-        console = make_console(stderr=True)
-        self.is_live = enabled and console.is_terminal
-        self.bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn() if unit == "bytes" else MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.is_live,
+        self.unit, self.enabled = unit, enabled and not is_quiet()
+        self.line = ProgressLine(
+            title, total, make_console(stderr=True), completed, enabled=enabled
         )
-        self.task = self.bar.add_task(title, total=total, completed=completed)
+        self.line.update(completed, self.describe())
         self.last_line = time.monotonic()
 
     def __enter__(self) -> CountProgress:
-        self.bar.__enter__()
+        self.line.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.bar.__exit__(*raised)
+        self.line.__exit__(*raised)
 
-    def advance(self, count: int) -> None:
-        """Count more as done."""
+    def advance(self, count: int, seconds_at_most: float | None = None) -> None:
+        """Count more as done; a time limit ends the rest in `seconds_at_most` seconds."""
         self.completed += count
-        if self.is_live:
-            self.bar.update(self.task, completed=self.completed)
+        if self.line.is_live:
+            self.line.update(self.completed, self.describe())
+            left = self.line.estimate_left()
+            if seconds_at_most is not None and (left is None or left > seconds_at_most):
+                self.line.update(self.completed, self.describe(), seconds_left=seconds_at_most)
         elif self.enabled and time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
             print(f"{self.title}: {self.describe()}", file=sys.stderr, flush=True)

@@ -6,15 +6,21 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import shows_notes
 
 WIDTH = 120  # however narrow the terminal says it is
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 
 
 def print_plan(summary: dict[str, Any]) -> None:
-    """The plan as tables."""
+    """Print the verdict, what to change if it is no, the tables, and with --notes the commands that
+    simulate acceptance.
+    """
     console = make_console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
+    console.print(describe_verdict(summary), style="bold", highlight=False)
+    if summary.get("changes"):
+        console.print(change_table(summary["changes"]))
     tokens, memory, disk_, flops, hours_ = (
         summary[key] for key in ("tokens", "memory", "disk", "flops", "hours")
     )
@@ -65,27 +71,45 @@ def print_plan(summary: dict[str, Any]) -> None:
     console.print(table)
     for note in summary["notes"]:
         console.print(note, highlight=False)
-    print_simulation(console, summary["simulation"])
-    if memory["limit_bytes"] is None:
+    if shows_notes():
+        print_simulation(console, summary["simulation"])
+    elif summary["simulation"] is not None:
         console.print(
-            "plan.device_gb=80 says whether it fits, and what to change if not", highlight=False
+            "--notes prints commands that serve with simulated acceptance, before there is a "
+            "drafter",
+            highlight=False,
         )
-        return
-    room = (
-        f"{format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
+
+
+def describe_verdict(summary: dict[str, Any]) -> str:
+    """Say whether the training fits, and the hours and the disk space that it takes."""
+    memory = summary["memory"]
+    needs = (
+        f"{format_bytes(memory['peak_bytes'])} of memory a device, {summary['hours']['value']:.3g} "
+        f"hours, {format_bytes(summary['disk']['run_bytes'])} on disk"
     )
-    console.print(f"it {'fits' if summary['fits'] else 'does not fit'} in {room}", highlight=False)
-    if summary["changes"]:
-        table = Table("change", "memory", "saves", "fits")
-        for entry in summary["changes"]:
-            fits = "yes" if entry["fits"] else "no"
-            table.add_row(
-                entry["change"],
-                format_bytes(entry["peak_bytes"]),
-                format_bytes(entry["saves_bytes"]),
-                fits,
-            )
-        console.print(table)
+    if memory["limit_bytes"] is None:
+        return (
+            f"It takes {needs}; plan.device_gb=80 says whether it fits, and what to change if not"
+        )
+    verdict = "It fits" if summary["fits"] else "It does not fit"
+    return (
+        f"{verdict} in {format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what "
+        f"is no tensor: it takes {needs}"
+    )
+
+
+def change_table(changes: list[dict[str, Any]]) -> Table:
+    """Return the changes that take less memory, with what each saves."""
+    table = Table("change", "memory", "saves", "fits")
+    for entry in changes:
+        table.add_row(
+            entry["change"],
+            format_bytes(entry["peak_bytes"]),
+            format_bytes(entry["saves_bytes"]),
+            "yes" if entry["fits"] else "no",
+        )
+    return table
 
 
 def print_simulation(console: Console, simulation: dict[str, Any] | None) -> None:

@@ -4,11 +4,9 @@ terminal it prints plain lines."""
 import time
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
-from spectrain.output.console import is_live, make_console
+from spectrain.output.console import make_console
+from spectrain.output.progress_line import ProgressLine
 from spectrain.training.metrics import Pace
 
 
@@ -27,26 +25,17 @@ class WritingProgress:
         # Conversations in unfinished shards of this process.
         self.num_open = 0
         self.num_finished = self._count_finished()
-        self.console = make_console()
-        self.is_live = enabled and is_live(self.console)
-        self.bar = Bar(
-            TextColumn("regenerating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[line]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.is_live,
+        self.line = ProgressLine(
+            "regenerating", self.total, make_console(), self.num_finished, enabled=enabled
         )
-        self.task = self.bar.add_task("", total=self.total, completed=self.num_finished, line="")
         self.start_time, self.pace = time.monotonic(), Pace(self.total, self.num_finished)
 
     def __enter__(self) -> "WritingProgress":
-        self.bar.__enter__()
+        self.line.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self.bar.__exit__(*raised)
+        self.line.__exit__(*raised)
 
     def begin_shard(self, shard: Shard) -> None:
         """Start a shard, with the rows of an earlier attempt."""
@@ -63,8 +52,8 @@ class WritingProgress:
         done = self.num_finished + self.num_open
         seconds = time.monotonic() - self.start_time
         line = f"{self.num_tokens / max(1e-9, seconds):.0f} tokens/s  {self.num_failed} failed"
-        if self.is_live:
-            self.bar.update(self.task, completed=done, line=line)
+        if self.line.is_live:
+            self.line.update(done, f"{done} of {self.total}", line)
         elif self.enabled and self.pace.is_due():
             print(
                 f"conversation {done} of {self.total}  {line}  {self.pace.time_left(done)}",

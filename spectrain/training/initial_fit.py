@@ -63,6 +63,12 @@ class FitPlan:
         lengths = accumulate(len(example.tokens) for example in examples)
         return sum(length <= num_affordable for length in lengths)
 
+    def reading_seconds_left(self) -> float | None:
+        """Return the seconds that are left to read in, at most; None without a limit."""
+        left = self.seconds_left() - self.seconds.solving
+        left -= self.num_tokens * self.seconds.per_token
+        return None if left == math.inf else max(0.0, left)
+
     def read(self, examples: list[Example], make_batch: Callable[[], Batch]) -> Batch:
         """Return the batch of some texts; measure how long it takes."""
         start = self.clock()
@@ -194,7 +200,7 @@ def read_features(
                 request = make_request(texts[:count])
                 read = partial(source.make_batch, request)
                 batches.append(plan.read(texts[:count], read).to("cpu"))
-                progress.advance(count_tokens(texts[:count]))
+                progress.advance(count_tokens(texts[:count]), plan.reading_seconds_left())
                 texts = texts[count:]
                 position = behind
             if texts:

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from spectrain.files import explain_failed_write, write_text
-from spectrain.output.console import is_live, make_console
+from spectrain.output.console import make_console
+from spectrain.output.progress_line import ProgressLine, format_duration
 from spectrain.output.text import mask_settings
 
 RunKind = Literal["train", "eval", "compare"]
@@ -149,13 +147,6 @@ class Pace:
         return f"{format_duration(seconds)} left"
 
 
-def format_duration(seconds: float) -> str:
-    """Format a duration in words."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 class TrainingProgress:
     """Shows the steps of a training with loss and agreement by depth on its own batches, tokens/s,
     and acceptance on what was held out; nothing at all where it is not enabled."""
@@ -164,19 +155,8 @@ class TrainingProgress:
         self.num_steps = num_steps
         self.first_step = step
         self.is_enabled = enabled
-        self.console = make_console()
-        self.is_live = enabled and is_live(self.console)
-        self.bar = Bar(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[line]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.is_live,
-        )
-        self.task = self.bar.add_task("training", total=num_steps, completed=step, line="")
-        self.line = ""
+        self.bar = ProgressLine("training", num_steps, make_console(), step, enabled=enabled)
+        self.line = self.loss = self.count = ""
         self.pace = Pace(num_steps, step)
 
     def __enter__(self) -> "TrainingProgress":
@@ -185,12 +165,14 @@ class TrainingProgress:
 
     def __exit__(self, *raised: Any) -> None:
         self.bar.__exit__(*raised)
+        if self.bar.is_live and self.line:
+            # Nothing of the bar remains.
+            print(f"step {self.count}  {self.line}", flush=True)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the estimated number of steps."""
         if num_steps != self.num_steps:
             self.num_steps = self.pace.total = num_steps
-            self.bar.update(self.task, total=num_steps)
 
     def update(
         self,
@@ -206,13 +188,8 @@ class TrainingProgress:
         """
         if metrics is not None:
             self.line = _format_line(metrics)
-        if self.is_live:
-            self.bar.update(
-                self.task,
-                completed=step,
-                line=self.line,
-                total=self.num_steps if is_paced else None,
-            )
+        if self.bar.is_live:
+            self._draw(step, metrics, seconds_left, is_paced)
             return
         is_end = metrics is not None and step in (self.num_steps, self.first_step + 1)
         if self.is_enabled and (self.pace.is_due() or is_end):
@@ -224,22 +201,56 @@ class TrainingProgress:
             )
             print(f"{count}  {self.line}  {left}", flush=True)
 
+    def _draw(
+        self,
+        step: int,
+        metrics: dict[str, Any] | None,
+        seconds_left: float | None,
+        is_paced: bool,
+    ) -> None:
+        """Draw step, loss and time left, then what else fits; a validation gets its own line above,
+        which stays.
+        """
+        self.bar.total = self.num_steps if is_paced else None
+        self.count = f"{step}/{self.num_steps}" if is_paced else f"{step}"
+        if metrics is not None:
+            self.loss = _format_loss(metrics)
+            rates = _format_rates(metrics)
+            self.bar.text = f"{rates}{_format_waits(metrics)}{_format_omitted(metrics)}"
+            if held_out := _format_held_out(metrics):
+                self.bar.live.console.print(f"step {step}: {held_out}", highlight=False)
+        self.bar.update(step, f"{self.count}  {self.loss}", seconds_left=seconds_left)
+
 
 def _format_line(metrics: dict[str, Any]) -> str:
-    agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
-    loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
-    line = (
-        f"on training text: loss {loss}, agreement {agreement}; "
-        f"{metrics['tokens_per_second']:.0f} tokens/s"
+    held_out = _format_held_out(metrics)
+    return (
+        f"on training text: {_format_loss(metrics)}, {_format_rates(metrics)}"
+        f"{f'; {held_out}' if held_out else ''}{_format_waits(metrics)}"
+        f"{_format_omitted(metrics)}"
     )
+
+
+def _format_loss(metrics: dict[str, Any]) -> str:
+    return "loss not finite" if metrics["loss"] is None else f"loss {metrics['loss']:.3f}"
+
+
+def _format_rates(metrics: dict[str, Any]) -> str:
+    agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
+    return f"agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"
+
+
+def _format_omitted(metrics: dict[str, Any]) -> str:
+    return f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else ""
+
+
+def _format_held_out(metrics: dict[str, Any]) -> str:
+    """Describe what a validation measured; "" where there was none."""
     held_out = metrics.get("held_out")
-    if held_out and held_out["agreement"]:
-        rates = " ".join(f"{value:.2f}" for value in held_out["agreement"])
-        line += (
-            f"; held out: agreement {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
-        )
-    line += _format_waits(metrics)
-    return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")
+    if not held_out or not held_out["agreement"]:
+        return ""
+    rates = " ".join(f"{value:.2f}" for value in held_out["agreement"])
+    return f"held out: agreement {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
 
 
 def _format_waits(metrics: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ def test_help_shows_every_group_and_key(
     """Nothing that can be set is left out, nothing is without a word on it, and no configuration
     is composed for it.
     """
-    monkeypatch.setattr(sys, "argv", ["spectrain", *name.split(), "--help"])
+    monkeypatch.setattr(sys, "argv", ["spectrain", *name.split(), "--help", "all"])
     monkeypatch.setattr(cli, "compose_and_call", None)
     cli.main()
     shown = capsys.readouterr().out
@@ -144,13 +144,13 @@ def test_every_key_is_explained(target: str) -> None:
 
 def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
     """Values of the recipe stand in for defaults, and the keys of its drafter are there."""
-    shown = help.explain_command("train", ["recipe=medusa1", "tree=chain"])
+    shown = help.explain_command("train", ["recipe=medusa1", "tree=chain"], "all")
     assert "drafter=medusa" in shown and "drafter.num_heads=3 (GPU: 5)" in shown
     assert "tree.stop=" in shown and "trainer.save_every=200" in shown
     assert "tree.depth=3 (GPU: 5) " in help.explain_command(
-        "train", ["recipe=medusa1"]
+        "train", ["recipe=medusa1"], "all"
     )  # the recipe takes it from drafter.num_heads
-    assert "target.model=???" in help.explain_command("train", ["target=hf"])
+    assert "target.model=???" in help.explain_command("train", ["target=hf"], "all")
 
 
 @pytest.mark.parametrize("name", ["train", "plan", "data store", "bench train"])
@@ -158,14 +158,14 @@ def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None
     """Nobody trains with the constructor's rate where every recipe has another; of a drafter
     alone its own are shown.
     """
-    shown = help.explain_command(name, [])
+    shown = help.explain_command(name, [], "all")
     assert (
         "Values are those of recipe=eagle3;" in " ".join(shown.split())
         and "drafter.ttt_steps=3 (GPU: 7)" in shown
     )
     assert "trainer.epochs=3 (GPU: 10)" in shown and "data.limit=320 (GPU: null)" in shown
     drafter_help, (rate, *_) = (
-        help.explain_command(name, ["drafter=ngram"]),
+        help.explain_command(name, ["drafter=ngram"], "all"),
         list_keys("spectrain.training.trainer.Trainer"),
     )
     assert (
@@ -210,8 +210,38 @@ def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, c
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is wrapped to the width of the terminal; only a name or an example may be longer."""
     monkeypatch.setenv("COLUMNS", "80")
-    for line in help.explain_command("train", ["recipe=eagle3"]).splitlines():
-        assert len(line) <= 80 or "spectrain train" in line, line
+    for topic in (None, "all"):
+        for line in help.explain_command("train", ["recipe=eagle3"], topic).splitlines():
+            assert len(line) <= 80 or "spectrain train" in line, line
+
+
+@pytest.mark.parametrize("name", help.COMMANDS)
+def test_help_fits_two_screens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a topic it has at most 60 lines of 80 columns, with the examples, every flag, and
+    the keys that the command's entry names.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    command = help.COMMANDS[name]
+    words = to_settings(name, [])
+    shown = help.explain_command(name, words)
+    assert len(shown.splitlines()) <= 60
+    assert all(f"spectrain {name} {words}".rstrip() in shown for words in command.examples)
+    assert all(f"\n  {flag}" in shown for flag in command.flags)
+    everything = help.explain_command(name, words, "all")
+    for key in command.keys:
+        assert f"\n  {key}=" in shown or f"\n  {key}=" not in everything
+
+
+def test_help_shows_one_group(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The word after --help is a group; a wrong one names the nearest."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", "train", "tree=chain", "--help", "tree"])
+    cli.main()
+    shown = capsys.readouterr().out
+    assert "tree.depth=" in shown and "trainer." not in shown
+    monkeypatch.setattr(sys, "argv", ["spectrain", "train", "--help", "trainers"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2 and "trainer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))

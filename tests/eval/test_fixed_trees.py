@@ -16,9 +16,9 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.columns import AUTOREGRESSIVE, choose_fastest
 from spectrain.eval.fixed_trees import choose_trees
-from spectrain.eval.notes import describe_acceptance, recommend_system
+from spectrain.eval.headline import describe_headline
+from spectrain.eval.notes import describe_acceptance
 from spectrain.eval.run import Evaluation
-from spectrain.export.card import fastest_line
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, Eagle2
@@ -158,18 +158,96 @@ def make_summary(ratios: dict[str, float], quotable: bool = True) -> dict[str, A
 def test_one_function_names_the_winner(
     ratios: dict[str, float], quotable: bool, fastest: str | None
 ) -> None:
-    """Terminal and card say what `choose_fastest` says, and never recommend what is slower than
-    plain decoding.
+    """The headline names the fastest tree of the scored drafter, and never recommends what is
+    slower than plain decoding.
     """
     summary = make_summary(ratios, quotable)
     assert choose_fastest(summary) == fastest
-    sentence = " ".join(recommend_system(summary))
-    card = " ".join(fastest_line({"recommended": fastest, **summary}))
-    if fastest is None:
-        assert "Nothing is recommended" in sentence and not card
-    elif fastest == AUTOREGRESSIVE:
-        assert "plain decoding is fastest" in sentence and "Plain decoding was fastest" in card
-    else:
-        winner = summary["compared"].get(fastest, summary)["label"]
-        assert sentence.startswith(f"Use {winner}: {ratios[fastest]:.2f} times as fast")
-        assert f"Fastest there: {winner}, {ratios[fastest]:.2f} times" in card
+    (sentence,) = describe_headline(summary)
+    own = max(ratios, key=lambda name: ratios[name])
+    assert sentence.startswith(f"{own.capitalize()}: {ratios[own]:.2f}")
+    assert ("use no drafter" in sentence) == (fastest == AUTOREGRESSIVE)
+    assert ("may not be quoted" in sentence) == (fastest is None)
+
+
+def test_a_drafter_of_others_never_comes_first() -> None:
+    """What the user did not train is named behind the speed of what she trained."""
+    own, other = describe_headline(make_summary({"drafter": 1.2, "shipped": 1.9, "ngram": 1.5}))
+    assert own.startswith("Drafter: 1.20 times")
+    assert other == "Faster here: shipped, 1.90 times."
+
+
+def make_acceptance(**lengths: float) -> dict[str, Any]:
+    def gain(over: str) -> dict[str, Any]:
+        ratio = lengths["drafter"] / lengths[over]
+        return {"over": over, "ratio": ratio, "ci95": [ratio - 0.1, ratio + 0.1]}
+
+    before = "start" if "start" in lengths else "untrained"
+    return {
+        "chain": {
+            "label": "chain of 3",
+            "prompts": 20,
+            "drafters": {name: {"pooled": length} for name, length in lengths.items()},
+            "gain": gain(before),
+            "training_gain": gain("untrained") if "untrained" in lengths else None,
+        }
+    }
+
+
+def test_the_first_sentence_counts_what_training_gained() -> None:
+    """It compares before and after in one tree, and tells the fit from the steps."""
+    summary = make_summary({"drafter": 1.2})
+    lengths = {"drafter": 1.5, "start": 1.25, "untrained": 1.0}
+    first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
+    assert first == (
+        "Training took tokens per forward from 1.00 to 1.50 (chain of 3, 20 prompts): 1.50 times "
+        "(95 % 1.40 to 1.60); the fit reached 1.25, the steps after it 1.20 times (95 % 1.10 to "
+        "1.30)."
+    )
+    lengths |= {"start": 1.48}
+    first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
+    assert first.endswith("the steps after it 1.01 times (95 % 0.91 to 1.11), which is uncertain.")
+    lengths |= {"start": 1.5}
+    first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
+    assert first.endswith("all of it is the fit of the initial weights.")
+    lengths = {"drafter": 1.5, "start": 1.25}
+    first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
+    assert (
+        first.startswith("Training took tokens per forward from 1.25 to 1.50")
+        and "fit" not in first
+    )
+
+
+def test_the_speed_has_a_reason() -> None:
+    """A round's cost in steps is tokens per forward over the predicted speedup; with verification
+    at the cost of a step, a round costs that step and its drafting.
+    """
+    summary = make_summary({"drafter": 1.2})
+    summary["acceptance_length"]["pooled"] = 1.8
+    summary["time_share"] = {"draft": 0.2, "verify": 0.6, "accept": 0.0, "other": 0.2}
+    (sentence,) = describe_headline(summary)
+    cost = 1.8 / 1.2
+    assert f"a round makes 1.80 tokens in the time of {cost:.2f} steps" in sentence
+    assert f"it would be {1.8 / (1 + cost * 0.25):.2f} times" in sentence
+
+
+def test_counts_and_times_are_apart_with_a_limit_of_time(shallow: Target, tmp_path: Path) -> None:
+    """With a limit, tokens per forward of a chain are counted on every prompt, many at once, and
+    equal those of decoding each alone; an untrained drafter is not timed.
+    """
+    drafter = Causal(shallow, num_layers=2)
+    untrained = EarlyExit(shallow, 1)
+    candidate = Candidate(
+        shallow, drafter, Chain(4), Greedy(), SETTING, make_untrained=lambda: untrained
+    )
+    summaries = {}
+    for minutes in (None, 10.0):
+        evaluation = make_evaluation(tmp_path, ("untrained", "fixed"))
+        evaluation.max_minutes = minutes
+        summaries[minutes] = evaluation.score(candidate, tmp_path / f"out{minutes}")
+    free, limited = summaries.values()
+    assert [*limited["acceptance"]] == ["chain"]
+    assert limited["acceptance"]["chain"] == free["acceptance"]["chain"]
+    assert limited["acceptance"]["chain"]["prompts"] == len(QUESTIONS)
+    assert "untrained" in free["compared"] and "untrained" not in limited["compared"]
+    assert limited["headline"] == describe_headline(limited)

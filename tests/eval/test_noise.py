@@ -24,7 +24,7 @@ from spectrain.eval.noise import (
     machine_load,
     median_pairs,
 )
-from spectrain.eval.notes import describe_noise
+from spectrain.eval.notes import describe_doubts
 from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target
@@ -132,7 +132,7 @@ def test_a_busy_machine_is_reported(noise: Noise, reasons: list[str]) -> None:
         "noise": noise.summary(),
         "compared": {},
     }
-    sentences = list(describe_noise(summary))
+    sentences = list(describe_doubts(summary))
     assert len(sentences) == bool(reasons) and all(part in sentences[0] for part in reasons)
 
 

@@ -6,13 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.eval.noise import ENOUGH, find_disturbed
 from spectrain.eval.prompts import Prompt, take_turns
 from spectrain.eval.settings import DecodingSettings
-from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
+from spectrain.eval.time_limit import (
+    DECIDED,
+    MIN_PROMPTS,
+    TimeLimit,
+    is_decided,
+    sequential_evidence,
+)
 from spectrain.eval.turns import Interleaving
 from tests.eval.test_noise import make_generation
 
@@ -33,11 +41,15 @@ class Clocked(Interleaving):
     def _decode_conversations(self, prompts: Any) -> None:
         self.clock[0] += SECONDS
         slow = 4.0 if self.unsteady and self.num_prompts % 3 == 0 else 1.0
-        self.turns["drafter"].append(
-            Turn(
-                "a", 0, "all", make_generation([1] * 6, 6.0 * slow), make_generation([2, 2, 2], 5.0)
-            )
-        )
+        self.turns["drafter"].append(make_turn(6.0 * slow))
+        self.batches.append([MagicMock()])
+
+    def _is_speed_decided(self) -> bool:
+        return False
+
+
+def make_turn(plain: float = 6.0, drafted: float = 5.0) -> Turn:
+    return Turn("a", 0, "all", make_generation([1] * 6, plain), make_generation([2, 2, 2], drafted))
 
 
 def count_prompts(
@@ -65,11 +77,52 @@ def test_as_many_prompts_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_prompts(monkeypatch, 0.1) == MIN_PROMPTS
 
 
-def test_unsteady_times_leave_time_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding every pair again takes as long as decoding, so only half of the prompts fit."""
-    settings = {"checks": False, "reports": False}
-    assert count_prompts(monkeypatch, 8, unsteady=True, **settings) == 8 * 60 / SECONDS / 2
-    assert count_prompts(monkeypatch, 8, unsteady=True, repeats=1, **settings) == 8 * 60 / SECONDS
+def test_disturbed_pairs_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of baselines of which every third one is slow, those are decoded again, each once."""
+    clock = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    decoding = Clocked(TimeLimit(60, clock=lambda: clock[0]), clock, unsteady=True)
+    monkeypatch.setattr(decoding, "_decode_pair", lambda system, request: make_turn())
+    decoding.run([SimpleNamespace(tokenize_for=lambda target: [1])] * 7)  # type: ignore[list-item]
+    assert decoding.repeated == {("drafter", 0), ("drafter", 3), ("drafter", 6)}
+    assert not find_disturbed(decoding.turns["drafter"])
+
+
+def test_the_timing_ends_when_the_speed_is_decided() -> None:
+    """Pairs of a steady ratio decide after as many as an interval needs; equal pairs never do."""
+    fast = [make_turn(drafted=5.0 + number / 50) for number in range(20)]
+    assert not is_decided(fast[: ENOUGH - 1]) and is_decided(fast[:ENOUGH])
+    equal = [make_turn(drafted=5.0 + (-1) ** number) for number in range(20)]
+    per_token = [make_turn(plain=5.0 + (-1) ** number, drafted=5.0) for number in range(20)]
+    assert not is_decided([*equal[:10], *per_token[:10]])
+
+
+def test_sequential_evidence_may_be_looked_at_after_every_value() -> None:
+    """Of 2,000 series without an effect at most 5 % ever reach 20, the inverse of 5 %; with an
+    effect of one standard deviation, nearly all do. It is the likelihood ratio by numbers.
+    """
+    draws = np.random.default_rng(0).normal(size=(2000, 30))
+
+    def reach(values: Any) -> float:
+        hits = [
+            any(sequential_evidence(row[:end].tolist()) >= DECIDED for end in range(2, 31))
+            for row in values
+        ]
+        return float(np.mean(hits))
+
+    assert reach(draws) <= 0.05
+    assert reach(draws[:200] + 1) >= 0.9
+    values = draws[0, :6]
+    scales = np.exp(np.linspace(-8, 8, 4001))[:, None]
+    effects = np.linspace(-9, 9, 2001)
+
+    def likelihood(effect: Any) -> Any:
+        rest = (values**2).sum() / scales**2 - 2 * effect * values.sum() / scales
+        return np.exp(-(rest + len(values) * effect**2) / 2) * scales ** -len(values)
+
+    mixed = (likelihood(effects) * np.exp(-(effects**2) / 2)).sum() * (effects[1] - effects[0])
+    ratio = mixed / np.sqrt(2 * np.pi) / likelihood(np.zeros(1)).sum()
+    assert sequential_evidence(values.tolist()) == pytest.approx(ratio, rel=1e-3)
 
 
 def test_any_first_part_covers_the_categories() -> None:

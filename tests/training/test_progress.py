@@ -1,11 +1,13 @@
 """The log has a line every half minute, with the loss, the speed and the time that is left."""
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from spectrain.output.streams import CleanStream
 from spectrain.training import metrics
 from spectrain.training.metrics import Pace, TrainingProgress
 from spectrain.training.parallel import step_timer
@@ -71,6 +73,45 @@ def test_a_resumed_run_counts_its_own_steps(
     assert capsys.readouterr().out.endswith(
         "loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n"
     )
+
+
+class Screen(io.StringIO):
+    """A terminal of 80 columns that remembers what it was told."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_always_shows_step_loss_and_time_left(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """However long the rest of the line is, it is cut at its end; a validation gets a line of its
+    own, and the bar leaves none behind.
+    """
+    screen = Screen()
+    # As the command line has it, and rich puts a stream of its own before it.
+    monkeypatch.setattr("sys.stdout", CleanStream(screen))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    held_out = {"agreement": [0.4, 0.3, 0.2], "forecast": 1.45}
+    share = {"data": 0.2, "target": 0.13, "drafter": 0.1, "others": 0.56, "rest": 0.01}
+    with TrainingProgress(600, 0, enabled=True) as progress:
+        progress.update(
+            336,
+            make_metrics(2.135, held_out=held_out, time_share=share, left_out=3),
+            seconds_left=155.0,
+        )
+        drawn = progress.bar.live.console.render_lines(progress.bar.render(), pad=False)
+    text = "".join(segment.text for segment in drawn[0])
+    assert len(drawn) == 1 and len(text) <= width
+    assert "336/600  loss 2.135  3 min left" in text
+    output = screen.getvalue()
+    assert "step 336: held out: agreement 0.40 0.30 0.20, forecast 1.45 tokens per forward" in (
+        " ".join(output.split())
+    )
+    # The cursor returns to the bar's line, which is erased, and then the last state is printed.
+    assert "\x1b[2K" in output and output.rstrip().endswith("3 rows left out")
 
 
 def test_waits_and_the_slowest_process_are_printed(

@@ -27,7 +27,7 @@ def follow(config: Any) -> None:
 
 
 def follow_status(config: Any) -> None:
-    from .follow.command import status_command
+    from .follow.status import status_command
 
     status_command(**read_command(config, ("run", "rollback")))
 

@@ -17,18 +17,15 @@ from spectrain.servers.openai import OpenAIServer
 from spectrain_serve.engines.control_key import VARIABLE, key_path, read_control_key
 from spectrain_serve.engines.serve import interrupt_on_signals
 
-from .follower import TrafficFollower, report_damage
+from .follower import TrafficFollower
 from .http_server import allow_open_files, serve_in_thread
-from .ledger import read_ledger
 from .logs import RequestLogs
-from .pages import describe_entry, format_number, format_time, make_pages
+from .pages import make_pages
 from .proxy import Proxy, Recorder
 from .settings import FollowSettings
 from .state import FollowFolder
 from .swap import DrafterSwapper
 from .upstream import UpstreamSwitch
-
-NUM_SHOWN = 10
 
 
 def follow_command(config: Mapping[str, Any], words: Iterable[str]) -> None:
@@ -129,53 +126,3 @@ def resolve_follow_spec(
     settings: FollowSettings = GroupSpec.from_node("follow", follow).build()
     spec, _ = read_run(requested, overrides=words, lower=lower)
     return spec, settings
-
-
-def status_command(run: str | None, rollback: bool) -> None:
-    """Print what follows a run, and its last decisions; or request a roll-back of the process
-    that follows it.
-    """
-    if run is None:
-        raise UserError("run: say which run, as in run=runs/NAME")
-    folder = FollowFolder(Path(run))
-    if not folder.ledger.exists():
-        raise UserError(
-            f"run={run}: nothing has followed this run; start spectrain follow run={run}"
-        )
-    if rollback:
-        (folder.root / "rollback").touch()
-        print(
-            "a roll-back is requested; the process that follows this run makes it within some "
-            "seconds"
-        )
-        return
-    print("\n".join(format_status(folder)))
-
-
-def format_status(folder: FollowFolder) -> list[str]:
-    """Return the lines that `spectrain follow status` prints."""
-    status = folder.read_status()
-    lines = list[str]()
-    if status is not None:
-        active = status.active
-        lines.append(
-            f"active drafter  {active.path} ({active.digest[:8]}) since {format_time(active.since)}"
-        )
-        lines.append(f"now             {status.phase}, last checked {format_time(status.time)}")
-        lines.append(f"recorded        {status.conversations} conversations, {status.old} old ones")
-        for kind, entry in status.kinds.items():
-            mean = format_number(entry.accepted_per_draft)
-            reference = format_number(entry.reference)
-            alarm = ", alarm of drift" if entry.alarm else ""
-            alarm += f", {entry.unmeasured} not measurable" if entry.unmeasured else ""
-            lines.append(
-                f"{kind:15} {entry.requests} requests, {mean} accepted per draft, reference "
-                f"{reference or '-'}{alarm}"
-            )
-    lines.append("last decisions")
-    for decision in [*read_ledger(folder.ledger, report_damage)][-NUM_SHOWN:]:
-        lines.append(
-            f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}"
-        )
-    # A line break in a file would look like another line.
-    return [line.replace("\n", " ") for line in lines]

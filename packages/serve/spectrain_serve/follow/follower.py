@@ -5,7 +5,6 @@ the loop goes on.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from spectrain.servers.openai import OpenAIServer
 from .candidate import CandidateData, CandidateJob
 from .clock import read_date
 from .kinds import KindRegistry
-from .ledger import Ledger
+from .ledger import Ledger, report_damage
 from .limits import CHECK_SECONDS, SAVE_SECONDS, TICK_SECONDS
 from .logs import RequestLogs
 from .proof import LEAST_PROMPTS, PromotionProof
@@ -412,8 +411,3 @@ class TrafficFollower:
             "duplicates": self.reservoir.num_duplicates,
             "errors": self.num_errors,
         }
-
-
-def report_damage(problem: str) -> None:
-    """Print that a line of a file is left out."""
-    print(problem, file=sys.stderr, flush=True)

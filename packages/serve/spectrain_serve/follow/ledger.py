@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,3 +99,32 @@ def parse_entry(line: str) -> dict[str, Any] | None:
         isinstance(moment, (int, float)) and not isinstance(moment, bool) and 0 <= moment <= LATEST
     )
     return entry if is_time else None
+
+
+def report_damage(problem: str) -> None:
+    """Print that a line of a file is left out."""
+    print(problem, file=sys.stderr, flush=True)
+
+
+def describe_entry(entry: dict[str, Any]) -> str:
+    """Return the numbers of a decision in one line."""
+    if (
+        entry["event"] in ("promoted", "kept for inspection", "proven, not swapped")
+        and {"candidate", "reason"} <= entry.keys()
+    ):
+        return f"candidate {entry['candidate']}: {entry['reason']}"
+    shown = {key: value for key, value in entry.items() if key not in ("time", "event")}
+    return ", ".join(
+        f"{key} {format_number(value) if isinstance(value, float) else value}"
+        for key, value in shown.items()
+    )[:300]
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with three digits, or nothing."""
+    return "" if value is None else f"{value:.3f}"
+
+
+def format_time(seconds: float) -> str:
+    """Return a time of this machine's clock."""
+    return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))

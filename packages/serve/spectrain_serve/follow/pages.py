@@ -4,12 +4,11 @@ shows text of a request, and both need the key."""
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .ledger import read_ledger
+from .ledger import describe_entry, format_number, format_time, read_ledger
 from .proxy import ProxyCounters
 from .watch import KindSeries, TrafficWatch
 
@@ -157,30 +156,6 @@ def format_table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def describe_entry(entry: dict[str, Any]) -> str:
-    """Return the numbers of a decision in one line."""
-    if (
-        entry["event"] in ("promoted", "kept for inspection", "proven, not swapped")
-        and {"candidate", "reason"} <= entry.keys()
-    ):
-        return f"candidate {entry['candidate']}: {entry['reason']}"
-    shown = {key: value for key, value in entry.items() if key not in ("time", "event")}
-    return ", ".join(
-        f"{key} {format_number(value) if isinstance(value, float) else value}"
-        for key, value in shown.items()
-    )[:300]
-
-
-def format_number(value: float | None) -> str:
-    """Return a number with three digits, or nothing."""
-    return "" if value is None else f"{value:.3f}"
-
-
-def format_time(seconds: float) -> str:
-    """Return a time of this machine's clock."""
-    return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
 
 
 def make_pages(

@@ -21,6 +21,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.eval.columns import format_speedup, format_speedup_interval
 from spectrain.models.threads import format_threads
+from spectrain.output.verbosity import result_output, shows_notes
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
@@ -97,6 +98,8 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
         if requested != "auto":
             print(f"The drafter is not scored in {ENGINES[requested].title}: {reason}.")
             return
+        if not shows_notes():
+            return
         print(
             "No engine for CPUs that serves this drafter is installed here. After make openvino "
             f"or make llama-cpp, spectrain eval run={run} eval.serve_in=auto measures what the "
@@ -112,7 +115,8 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
         return
     words = [f"server.{key}={value}" for key, value in settings.items()]
     command = shlex.join(["spectrain", "serve", f"run={run}", f"server={trial.name}", *words])
-    print(f"{describe_gain(title, summary)}\n{command}")
+    with result_output():
+        print(f"{describe_gain(title, summary)}\n{command}")
 
 
 def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.servers.settings import EngineSettings
 from spectrain_serve.engines.own import OwnServer
-from spectrain_serve.follow.command import format_status
 from spectrain_serve.follow.follower import TrafficFollower
 from spectrain_serve.follow.logs import RequestLogs
 from spectrain_serve.follow.proxy import Recorder
 from spectrain_serve.follow.reservoir import write_conversations
 from spectrain_serve.follow.settings import FollowSettings, ListenSettings
 from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weights
+from spectrain_serve.follow.status import format_status
 from spectrain_serve.follow.traffic import RecordedConversation
 
 DAMAGES = [

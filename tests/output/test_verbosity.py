@@ -1,0 +1,95 @@
+"""What a quiet command prints, and one that prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from spectrain.cli import main as cli
+from spectrain.output.console import is_live, make_console
+from spectrain.output.verbosity import (
+    command_output,
+    print_json,
+    read_level,
+    result_output,
+    shows_notes,
+)
+
+
+def work() -> None:
+    """Print as a command does: progress, a warning, a table, and the result as JSON."""
+    print("progress")
+    make_console().print("more progress")
+    print("warning", file=sys.stderr)
+    with result_output():
+        make_console().print("table")
+    print_json({"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed", "errors"),
+    [
+        ((), ["progress", "more progress", "table"], ["warning"]),
+        (("--quiet",), ["table"], ["warning"]),
+        (("--json",), ["{", '  "a": 1', "}"], ["progress", "more progress", "warning", "table"]),
+        (("--json", "--quiet"), ["{", '  "a": 1', "}"], ["warning"]),
+    ],
+)
+def test_each_level_prints_its_share(
+    flags: tuple[str, ...],
+    printed: list[str],
+    errors: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A quiet command prints results and warnings; with --json the result alone is on stdout."""
+    stream = sys.stdout
+    with command_output(read_level(flags), "--json" in flags):
+        work()
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == printed
+    assert sorted(captured.err.splitlines()) == sorted(errors)
+    assert sys.stdout is stream
+    if "--json" in flags:
+        assert json.loads(captured.out) == {"a": 1}
+
+
+def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPECTRAIN_LOG is a flag for every command; a flag comes before it."""
+    assert read_level() == "normal"
+    monkeypatch.setenv("SPECTRAIN_LOG", "notes")
+    with command_output(read_level()):
+        assert shows_notes() and is_live(make_console(force_terminal=True))
+    with command_output(read_level(("--quiet",))):
+        assert not shows_notes() and not is_live(make_console(force_terminal=True))
+
+
+def test_an_unknown_level_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECTRAIN_LOG", "loud")
+    monkeypatch.setattr(sys, "argv", ["spectrain", "recipes"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "SPECTRAIN_LOG=loud: choose from quiet, normal, notes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fits", [True, False, None])
+def test_a_plan_begins_with_its_verdict(
+    fits: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first line says whether it fits, with memory, hours and disk; commands are notes."""
+    words = ["plan", "recipe=medusa1", "target=tiny", "plan.calibrate=false", "plan.device=cuda"]
+    words += [] if fits is None else [f"plan.device_gb={80 if fits else 0.01}"]
+    printed = {}
+    for flags in ([], ["--notes"]):
+        monkeypatch.setattr(sys, "argv", ["spectrain", *words, *flags])
+        cli.main()
+        printed[len(flags)] = capsys.readouterr().out
+    first = printed[0].splitlines()[0]
+    expected = {True: "It fits in 80 GB", False: "It does not fit in", None: "It takes "}
+    assert first.startswith(expected[fits])
+    assert " of memory a device, " in first and " hours, " in first and " on disk" in first
+    assert "spectrain serve" not in printed[0] and "spectrain serve" in printed[1]
