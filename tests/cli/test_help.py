@@ -128,7 +128,7 @@ def test_help_shows_every_group_and_key(
 
 def test_settings_of_a_part_stand_together() -> None:
     """The title of a section says how its keys are written with their part."""
-    shown = help.explain_command("train", ["recipe=eagle3"])
+    shown = help.explain_command("train", ["recipe=eagle3"], "all")
     _, _, rest = shown.partition("eval.KEY=VALUE, or eval.dataset.KEY=VALUE (eval=default)\n")
     section, _, _ = rest.partition("\n\n")
     names = [line.split("=")[0].strip() for line in section.splitlines() if "  eval." in line[:7]]
