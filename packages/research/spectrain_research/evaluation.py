@@ -5,7 +5,7 @@ removed here with the idea.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from spectrain.config.values import Count, Number, Seed, Share
+from spectrain.config.values import Count, NotNegative, Number, Seed, Share
 from spectrain.errors import UserError
 from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.extensions import EvalExtension
@@ -168,6 +168,9 @@ class ConcurrencySettings:
     stages: Count = 2
     # Largest number of runs in flight of eval.pipeline.
     in_flight: Count = 3
+    # With eval.pipeline, milliseconds from a drafter at the user's side to a server that verifies,
+    # and back: what drafting there gains is simulated too. 0 simulates none.
+    round_trip_ms: NotNegative = 0.0
 
 
 @dataclass
@@ -279,7 +282,14 @@ class ResearchPart(
                 )
             )
         if self.pipeline is not None:
-            extensions.append(Pipelining(self.stages, self.in_flight, self.pipeline == "processes"))
+            extensions.append(
+                Pipelining(
+                    self.stages,
+                    self.in_flight,
+                    self.pipeline == "processes",
+                    self.round_trip_ms / 1000,
+                )
+            )
         if self.online:
             extensions.append(self.learning)
         if self.graft_layer is not None:

@@ -14,7 +14,7 @@ from spectrain.eval.systems import System, describe_tree
 from spectrain.runs.candidate import Candidate
 
 from .processes import Pipeline, check_pipeline
-from .simulator import simulate_systems
+from .simulator import simulate_remote_drafter, simulate_systems
 
 LABELS = {
     "one_run": "one run in flight",
@@ -34,6 +34,8 @@ class Pipelining(EvalExtension):
     stages: int
     in_flight: int
     in_processes: bool = False
+    # Seconds between a drafter at the user's side and the server, there and back; 0 simulates none.
+    round_trip: float = 0.0
 
     def __post_init__(self) -> None:
         self.pipeline = Pipeline(self.stages, self.in_flight)
@@ -68,6 +70,14 @@ class Pipelining(EvalExtension):
             "share a drafter (SEED)"
         )
         result: dict[str, Any] = {"simulated": simulated}
+        if self.round_trip:
+            remote = simulate_remote_drafter(self.in_flight, depth, times, rate, self.round_trip)
+            result["remote"] = {"round_trip": self.round_trip, **remote}
+            print(
+                f"  {remote['remote']:.2f}x drafts from {1000 * self.round_trip:g} ms away, "
+                f"{remote['remote_ahead']:.2f}x with {self.in_flight} runs on their way (DSD, "
+                f"SLED); waiting for each answer gains up to {1000 * remote['break_even']:.1f} ms"
+            )
         if self.in_processes:
             result["measured"] = round(speedup(turns["pipeline"]), 4)
             result["runs"], result["dropped"] = self.pipeline.num_runs, self.pipeline.num_dropped

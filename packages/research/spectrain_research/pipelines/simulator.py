@@ -34,6 +34,8 @@ class PipelineSetup:
     # Stage whose output drafts the next token, instead of a drafter: a run begins when the one
     # before it leaves this stage.
     exit_stage: int | None = None
+    # Seconds from the drafter to the first stage and back from the last one.
+    round_trip: float = 0.0
 
 
 @dataclass(eq=False)
@@ -75,7 +77,7 @@ class PipelineSimulator:
                 drafted = drafted + self.setup.depth
                 is_fresh = False
             run = runs.popleft()
-            self.now = max(self.now, run.ends[-1])
+            self.now = max(self.now, run.ends[-1] + self.setup.round_trip / 2)
             position, drafted, is_whole = self.judge_run(run, position, drafted)
             if not is_whole:
                 self.cancel_runs(runs)
@@ -97,7 +99,7 @@ class PipelineSimulator:
         elif before is not None:
             self.now = max(self.now, before.ends[setup.exit_stage])
         run = SimulatedRun(setup.depth + is_fresh)
-        at = self.now
+        at = self.now + setup.round_trip / 2
         for stage, seconds in enumerate(setup.stage_seconds):
             run.begins.append(max(at, self.free[stage]))
             at = self.free[stage] = run.begins[-1] + seconds
@@ -123,11 +125,12 @@ class PipelineSimulator:
         """Cancel the runs in flight; what a stage has begun it ends."""
         self.num_cancelled += len(runs)
         if self.setup.cancels_early:
+            arrival = self.now + self.setup.round_trip / 2
             for stage in range(len(self.free)):
                 begun = [
                     run.ends[stage]
                     for run in self.sent
-                    if run not in runs or run.begins[stage] < self.now
+                    if run not in runs or run.begins[stage] < arrival
                 ]
                 self.free[stage] = max(begun, default=0.0)
         runs.clear()
@@ -151,6 +154,34 @@ def simulate_shared_drafter(
         target_free = max(target_free, drafter_free) + verify
         ready[text] = target_free
     return num_rounds * tokens_per_round / target_free
+
+
+def simulate_remote_drafter(
+    in_flight: int,
+    depth: int,
+    times: dict[str, float],
+    accept_rate: float,
+    round_trip: float,
+    num_tokens: int = 4000,
+) -> dict[str, float]:
+    """Return the simulated speedups of a drafter at the user's side over plain decoding on the
+    server, which sends its tokens as it makes them (DSD, SLED).
+
+    "remote" waits for every answer, "remote_ahead" drafts on while up to `in_flight` runs are on
+    their way. "break_even" is the round-trip time in seconds up to which "remote" gains, by its
+    expected tokens in a round: E[N] verify - depth draft - verify, at least 0.
+    """
+    random = Random(0)
+    rights = [random.random() < accept_rate for _ in range(num_tokens + depth + 1)]
+    stages = (times["verify"],)
+    numbers = {}
+    for name, count in {"remote": 1, "remote_ahead": in_flight}.items():
+        setup = PipelineSetup(stages, times["draft"], depth, count, round_trip=round_trip)
+        seconds = PipelineSimulator(setup, rights.__getitem__).simulate_text(num_tokens)
+        numbers[name] = round(num_tokens * times["verify"] / seconds, 4)
+    tokens = sum(accept_rate**k for k in range(depth + 1))
+    gained = (tokens - 1) * times["verify"] - depth * times["draft"]
+    return {**numbers, "break_even": round(max(0.0, gained), 6)}
 
 
 def simulate_systems(
