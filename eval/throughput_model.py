@@ -1,0 +1,96 @@
+"""The throughput model of the surveys (Leviathan et al., 2023, theorem 3.8): what a chain promises
+from the rate at which its tokens are accepted and from the time of a draft token.
+
+With alpha, the rate at which a draft token is accepted whose predecessors were; gamma, the draft
+tokens of a round; and c, the time of a draft token in steps of the target, a round emits
+
+    E[N] = (1 - alpha^(gamma + 1)) / (1 - alpha)
+
+tokens, and takes gamma c + 1 steps if verifying costs what a step costs:
+
+    V_SD = E[N] / (gamma c + 1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spectrain.eval.metrics import Turn
+
+MAX_LENGTH = 32
+"""Longest chain that is searched for the best length, in tokens."""
+
+
+@dataclass(frozen=True)
+class ThroughputModel:
+    """The model's numbers of one chain, and the length that it recommends."""
+
+    # Rate at which a draft token is accepted, of those whose predecessors were.
+    alpha: float
+    # Seconds of a draft token over those of an autoregressive step.
+    c: float
+    # Draft tokens of a round.
+    gamma: int
+    # Tokens of a round, E[N], and the speedup V_SD, both of this length by the model.
+    expected_tokens: float
+    speedup: float
+    # The length with the largest V_SD, and that V_SD; 0 and 1 where no length gains.
+    best_gamma: int
+    best_speedup: float
+
+
+def expect_tokens(alpha: float, gamma: int) -> float:
+    """Return E[N], the tokens that a round emits, the bonus token included."""
+    return sum(alpha**k for k in range(gamma + 1))
+
+
+def expect_speedup(alpha: float, c: float, gamma: int) -> float:
+    """Return V_SD, the speedup of a chain of `gamma` tokens over decoding without a drafter."""
+    return expect_tokens(alpha, gamma) / (gamma * c + 1)
+
+
+def choose_length(alpha: float, c: float) -> tuple[int, float]:
+    """Return the length of a chain with the largest V_SD, and that V_SD; no draft at all is a chain
+    of length 0.
+    """
+    speedups = [expect_speedup(alpha, c, gamma) for gamma in range(MAX_LENGTH + 1)]
+    best = max(range(len(speedups)), key=speedups.__getitem__)
+    return best, speedups[best]
+
+
+def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
+    """Return the model's numbers of a chain; None where nothing was drafted, or where the parts
+    of a round were not timed, as by a server.
+
+    alpha is pooled over all depths: accepted tokens over tokens that were judged.
+    """
+    tried = accepted = 0
+    for turn in turns:
+        generation = turn.drafted
+        complete = len(generation.complete_round_lengths)
+        for count, depth in list(zip(generation.round_lengths, generation.depths))[:complete]:
+            accepted += min(depth, count - 1)
+            tried += min(depth, count)
+    steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
+    drafted = sum(depth for turn in turns for depth in turn.drafted.depths)
+    # Rows of a batch share its seconds.
+    step = sum(
+        turn.autoregressive.decode_seconds / turn.autoregressive.batch_size for turn in turns
+    ) / max(1, steps)
+    draft = sum(
+        turn.drafted.seconds.get("draft", 0.0) / turn.drafted.batch_size for turn in turns
+    ) / max(1, drafted)
+    if not tried or not step or not draft:
+        return None
+    alpha = accepted / tried
+    c = draft / step
+    gamma = max(depth for turn in turns for depth in turn.drafted.depths)
+    best, best_speedup = choose_length(alpha, c)
+    return ThroughputModel(
+        round(alpha, 4),
+        round(c, 4),
+        gamma,
+        round(expect_tokens(alpha, gamma), 4),
+        round(expect_speedup(alpha, c, gamma), 4),
+        best,
+        round(best_speedup, 4),
+    )

@@ -1,0 +1,76 @@
+"""The surveys' throughput model of chains."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from spectrain.decoding.generation import Generation
+from spectrain.eval.metrics import Turn
+from spectrain.eval.throughput_model import (
+    choose_length,
+    expect_speedup,
+    expect_tokens,
+    fit_throughput_model,
+)
+
+
+def make_generation(rounds: list[int], depth: int, seconds: dict[str, float]) -> Generation:
+    """Rounds that emit so many tokens each, of drafts of this depth."""
+    return Generation(
+        [1],
+        list(range(1 + sum(rounds))),
+        rounds,
+        [depth] * len(rounds),
+        [depth + 1] * len(rounds),
+        is_done=True,
+        seconds={"prefill": 9.0, "draft": 0.0, "verify": 0.0, "accept": 0.0, "commit": 0.0}
+        | seconds,
+    )
+
+
+def test_expected_tokens_are_those_of_a_simulation() -> None:
+    """Drafts that are right at random emit E[N] tokens in a round; by the closed form too."""
+    source = random.Random(0)
+    lengths = []
+    for _ in range(20000):
+        count = 1
+        while count <= 4 and source.random() < 0.7:
+            count += 1
+        lengths.append(count)
+    assert expect_tokens(0.7, 4) == pytest.approx(sum(lengths) / len(lengths), rel=0.02)
+    assert expect_tokens(0.7, 4) == pytest.approx((1 - 0.7**5) / 0.3)
+    assert expect_tokens(1.0, 4) == 5
+
+
+def test_the_best_length_is_where_a_longer_one_gains_nothing() -> None:
+    """With alpha 0.8 and c 0.04: 4.329 / 1.32, 4.463 / 1.36 and 4.570 / 1.40 for lengths of 8, 9
+    and 10. Drafts that cost a step each are never worth it."""
+    best, speedup = choose_length(0.8, 0.04)
+    assert speedup == expect_speedup(0.8, 0.04, best)
+    assert all(expect_speedup(0.8, 0.04, gamma) <= speedup for gamma in range(33))
+    assert best == 9 and speedup == pytest.approx(4.463 / 1.36, abs=1e-3)
+    assert choose_length(0.8, 1.0) == (0, 1.0)
+
+
+def test_alpha_counts_judged_tokens() -> None:
+    """Rounds of 1, 3 and 4 tokens with drafts of 3 judged 1, 3 and 3 tokens and accepted 0, 2 and
+    3; a draft token takes half a step."""
+    plain = make_generation([1] * 8, 0, {"verify": 8.0})
+    drafted = make_generation([1, 3, 4], 3, {"draft": 4.5, "verify": 6.0})
+    model = fit_throughput_model([Turn("a", 0, "all", plain, drafted)])
+    assert model is not None
+    assert model.alpha == pytest.approx(5 / 7, abs=1e-4)
+    assert model.c == 0.5
+    assert model.gamma == 3
+    assert model.speedup == pytest.approx(expect_tokens(5 / 7, 3) / 2.5, abs=1e-3)
+    batch = Turn("a", 0, "all", replace(plain, batch_size=4), replace(drafted, batch_size=4))
+    assert fit_throughput_model([batch]) == model
+
+
+def test_untimed_or_undrafted_rounds_have_no_model() -> None:
+    plain = make_generation([1] * 8, 0, {"verify": 8.0})
+    undrafted = make_generation([1] * 8, 0, {"verify": 8.0})
+    assert fit_throughput_model([Turn("a", 0, "all", plain, undrafted)]) is None
+    untimed = make_generation([2, 2], 1, {"verify": 3.0})
+    assert fit_throughput_model([Turn("a", 0, "all", plain, untimed)]) is None
