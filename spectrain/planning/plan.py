@@ -43,6 +43,7 @@ from .footprint import (
     peak_memory,
 )
 from .hours import Rate, estimate_hours
+from .serving_memory import count_drafter_numbers, plan_serving_memory
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
 from .workload import Workload, cached_features, count_operations, read_workload, reads_features
@@ -87,13 +88,26 @@ class Plan:
     # that simulate acceptance; null assumes that 0.7 of the tokens after accepted ones are
     # accepted.
     acceptance_rates: list[float] | None = None
+    # Users who are served at once, and the tokens of each one's text: what keys and values then
+    # take is said beside the training.
+    users: int = 1
+    context: int = 8192
     # Whether to print JSON instead of a table.
     json: bool = False
     # File that the JSON is written to; null writes none.
     out: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("devices", "device_gb", "tokens", "tokens_per_second", "peak_tflops", "share"):
+        for key in (
+            "devices",
+            "device_gb",
+            "tokens",
+            "tokens_per_second",
+            "peak_tflops",
+            "share",
+            "users",
+            "context",
+        ):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise UserError(f"plan.{key}={value}: use a number above 0")
@@ -184,6 +198,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
             "step_per_token": operations.step_per_token,
             "run": operations.run,
         },
+        "serving": plan_serving(options, models),
         "hours": estimate_hours(spec, options.rate, models, work, operations),
         "notes": [*list_notes(spec, options, work, models),
             *advise_engine_gain(spec, options.acceptance_rates)],
@@ -210,6 +225,20 @@ def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) ->
     return memory | (
         {"features kept for later epochs": int(cached)} if models.is_cpu and cached else {}
     )
+
+
+def plan_serving(options: Plan, models: Models) -> dict[str, int]:
+    """Return what keys and values take while the target is served with the drafter, in the type
+    of the target's weights.
+    """
+    memory = plan_serving_memory(
+        models.target.config,
+        count_drafter_numbers(models.drafter),
+        options.users,
+        options.context,
+        models.target.dtype.itemsize,
+    )
+    return asdict(memory)
 
 
 def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:

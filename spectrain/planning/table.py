@@ -68,6 +68,13 @@ def print_plan(summary: dict[str, Any]) -> None:
     )
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
     table.add_row("hours", f"{hours_['value']:.3g} ({hours_['basis']})")
+    serving = summary["serving"]
+    users = f"{serving['users']} text{'' if serving['users'] == 1 else 's'}"
+    table.add_row(
+        "keys and values, served",
+        f"{format_bytes(serving['target'])} for {users} of {serving['context']} tokens, and "
+        f"{format_bytes(serving['drafter'])} of the drafter (plan.users, plan.context)",
+    )
     console.print(table)
     for note in summary["notes"]:
         console.print(note, highlight=False)
