@@ -81,11 +81,14 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
         pad_edge=False,
         padding=0,
     )
-    columns = [column for column in SYSTEM_COLUMNS if width >= WIDTH or column.title != "predicted"]
+    is_narrow = width < WIDTH
+    columns = [
+        column for column in SYSTEM_COLUMNS if not (is_narrow and column.title == "predicted")
+    ]
     table.add_column("", overflow="fold")
     for column in columns:
         for title in (
-            column.title.replace(" per ", " per\n"),
+            column.title.replace(" per ", "\nper\n" if is_narrow else " per\n"),
             *(["95 %"] if column.interval else []),
         ):
             table.add_column(title, justify="right", no_wrap=True)

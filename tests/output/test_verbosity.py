@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from spectrain.output.verbosity import (
     result_output,
     shows_notes,
 )
+from spectrain.runs.folder import SHIPPED_FOLDER
 
 
 def work() -> None:
@@ -55,6 +58,16 @@ def test_each_level_prints_its_share(
         assert json.loads(captured.out) == {"a": 1}
 
 
+def test_a_command_that_prints_results_only_is_not_muted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a command has no progress beside its result, quiet leaves the result."""
+    monkeypatch.setenv("SPECTRAIN_LOG", "quiet")
+    monkeypatch.setattr(sys, "argv", ["spectrain", "recipes", "eagle3"])
+    cli.main()
+    assert "recipe=eagle3" in capsys.readouterr().out
+
+
 def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPECTRAIN_LOG is a flag for every command; a flag comes before it."""
     assert read_level() == "normal"
@@ -63,6 +76,24 @@ def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None
         assert shows_notes() and is_live(make_console(force_terminal=True))
     with command_output(read_level(("--quiet",))):
         assert not shows_notes() and not is_live(make_console(force_terminal=True))
+
+
+def test_a_linter_prints_its_findings_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are a list, empty for a drafter without a fault, and the sentence is on the error
+    stream.
+    """
+    for folder, faults in ((SHIPPED_FOLDER / "smollm2-eagle3", 0), (tmp_path, 1)):
+        if faults:
+            (tmp_path / "config.json").write_text("{}")
+        monkeypatch.setattr(sys, "argv", ["spectrain", "lint", str(folder), "--json"])
+        with suppress(SystemExit):
+            cli.main()
+        captured = capsys.readouterr()
+        findings = json.loads(captured.out)
+        assert len([each for each in findings if each["level"] == "error"]) == faults
+        assert "error" in captured.err
 
 
 def test_an_unknown_level_is_a_mistake(
