@@ -34,7 +34,6 @@ def print_after_score(folder: Path, evaluation_name: str) -> None:
 def print_steps(steps: dict[str, str]) -> None:
     """Print commands with what each does."""
     console = make_console(highlight=False, soft_wrap=True)
-    width = max(map(len, steps)) + 2
     console.print("Next:")
     for command, meaning in steps.items():
-        console.print(f"  {command:{width}}# {meaning}")
+        console.print(f"  {command}  # {meaning}")

@@ -304,8 +304,8 @@ class TrainingReport:
         process must call this.
         """
         left = self.job.budget.seconds_until(1, self.job.parallel)
-        known = None if math.isinf(left) else max(0.0, left)
-        self.progress.bar.update(self.job.step, text, seconds_left=known)
+        seconds_left = None if math.isinf(left) else max(0.0, left)
+        self.progress.bar.update(self.job.step, text, seconds_left=seconds_left)
 
     def record_step(self, metrics: dict[str, Any] | None) -> None:
         """Report a finished step, with `metrics` where it is logged."""

@@ -16,7 +16,7 @@ def list_commands(text: str) -> list[str]:
     return [line.partition("#")[0].strip() for line in lines]
 
 
-@pytest.mark.parametrize("family", ["eagle3", "medusa", "uno", "gated_lora"])
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "uno", "ngram"])
 def test_a_training_ends_with_the_next_commands(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,7 +30,7 @@ def test_a_training_ends_with_the_next_commands(
     for export in exports:
         name = export.partition("format=")[2].split()[0]
         assert select_layout(family, name).title
-    assert len(exports) == (family != "gated_lora")
+    assert len(exports) == (family != "ngram")
     page = tmp_path / "eval" / "heldout" / "report.html"
     page.parent.mkdir(parents=True)
     page.touch()

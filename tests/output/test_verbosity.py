@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from spectrain.cli import main as cli
+from spectrain.export.layouts import read_files
+from spectrain.export.linter import lint_files
 from spectrain.output.console import is_live, make_console
 from spectrain.output.verbosity import (
     command_output,
@@ -81,19 +87,19 @@ def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_linter_prints_its_findings_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are a list, empty for a drafter without a fault, and the sentence is on the error
-    stream.
-    """
-    for folder, faults in ((SHIPPED_FOLDER / "smollm2-eagle3", 0), (tmp_path, 1)):
-        if faults:
-            (tmp_path / "config.json").write_text("{}")
-        monkeypatch.setattr(sys, "argv", ["spectrain", "lint", str(folder), "--json"])
-        with suppress(SystemExit):
-            cli.main()
-        captured = capsys.readouterr()
-        findings = json.loads(captured.out)
-        assert len([each for each in findings if each["level"] == "error"]) == faults
-        assert "error" in captured.err
+    """They are those of `lint_files`, and the sentence is on the error stream."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(SHIPPED_FOLDER / "smollm2-eagle3", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["unknown.weight"] = torch.zeros(1)
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["spectrain", "lint", str(folder), "--json"])
+    with suppress(SystemExit):
+        cli.main()
+    captured = capsys.readouterr()
+    findings = [asdict(finding) for finding in lint_files(read_files(folder), None)]
+    assert json.loads(captured.out) == findings and findings
+    assert "error" in captured.err
 
 
 def test_an_unknown_level_is_a_mistake(
