@@ -23,7 +23,7 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.headline import describe_headline
+from spectrain.eval.headline import count_prompts, describe_headline
 from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
@@ -72,7 +72,7 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
         title=(
-            f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, "
+            f"{setting['recipe']} on {setting['target']}: {count_prompts(setting['prompts'])}, "
             f"{setting['max_new_tokens']} tokens"
         )
         + precision,
@@ -81,11 +81,14 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
         pad_edge=False,
         padding=0,
     )
-    columns = [column for column in SYSTEM_COLUMNS if width >= WIDTH or column.title != "predicted"]
+    is_narrow = width < WIDTH
+    columns = [
+        column for column in SYSTEM_COLUMNS if not (is_narrow and column.title == "predicted")
+    ]
     table.add_column("", overflow="fold")
     for column in columns:
         for title in (
-            column.title.replace(" per ", " per\n"),
+            column.title.replace(" per ", "\nper\n" if is_narrow else " per\n"),
             *(["95 %"] if column.interval else []),
         ):
             table.add_column(title, justify="right", no_wrap=True)

@@ -33,6 +33,9 @@ PATIENCE = 300  # seconds that decoding everything again may take
 # a chain on two busy cores, 20 prompts took 53 s one by one, 34 s by fours, 26 s by tens and 57 s
 # at once.
 COUNTED_TOGETHER = 10
+# Share of all pairs that may be decoded again: on a machine that is always disturbed, more prompts
+# say more than the same ones again.
+REPEATED_SHARE = 0.25
 
 Runs = dict[str, list[Generation]]
 
@@ -206,7 +209,10 @@ class Interleaving:
                     run.decode_seconds
                     for run in (turns[number].autoregressive, turns[number].drafted)
                 )
-                if pair in self.repeated or seconds > self._seconds_left(self.num_prompts):
+                is_enough = len(self.repeated) >= REPEATED_SHARE * len(turns) * len(self.systems)
+                if pair in self.repeated or is_enough:
+                    continue
+                if seconds > self._seconds_left(self.num_prompts):
                     continue
                 self.repeated.add(pair)
                 turns[number] = self._decode_pair(system, requests[number])

@@ -37,6 +37,8 @@ from .chat_output import DecodingSpeed, PlainOutput, TerminalOutput, TextPiece, 
 # Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and
 # timing each takes a while.
 MAX_TREE_NODES = 16
+# Name of the target for tests, whose answers make no sense.
+TINY = "tiny"
 # Minimum number of tokens that the context must leave for an answer.
 MIN_ANSWER_TOKENS = 16
 SLASH_COMMANDS = {
@@ -111,6 +113,11 @@ class Chat:
         talk = TerminalChat(self, session, screen)
         if not session.rule.lossless:
             screen.show_note(lossy_warning(session.rule.name))
+        if target.name == TINY or target.name.startswith(f"{TINY},"):
+            screen.show_note(
+                f"target={TINY} has 2 million parameters and writes nonsense, with every drafter; "
+                "spectrain chat drafter=smollm2-eagle3 answers in sentences"
+            )
         if self.once is not None:
             if talk.answer_question(self.once) is None:
                 raise UserError(

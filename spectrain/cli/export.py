@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
 from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 
@@ -154,6 +156,7 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
     directory = resolve_directory(run)
     files = read_files(directory)
     results = lint_files(files, requested_target(target))
+    print_json([asdict(finding) for finding in results])
     console = make_console(highlight=False, soft_wrap=True)
     for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)

@@ -120,12 +120,12 @@ def summarize_config(name: str, command: Command, words: list[str]) -> list[str]
                 lines.append(cut_line(f"  {group}={names}"))
         parts.append(format_section("Groups: GROUP=CHOICE", "\n".join(lines)))
     values = settings_by_group(schema, words)
-    known = {key.name: key for key in command_keys(name, schema)} | {
+    settings = {key.name: key for key in command_keys(name, schema)} | {
         f"{group}.{key.name}": key for group, keys in values.items() for key in keys
     }
-    keys = [key for key in command.keys if key in known] or [*known][:10]
+    keys = [key for key in command.keys if key in settings] or [*settings][:10]
     entries = {
-        f"{key}={'???' if known[key].default is None else known[key].default}": known[
+        f"{key}={'???' if settings[key].default is None else settings[key].default}": settings[
             key
         ].description
         for key in keys

@@ -124,7 +124,7 @@ def dispatch_command(arguments: list[str]) -> None:
         level = read_level(flags)
     except ValueError as error:
         raise UserError(str(error)) from error
-    with command_output(level, "--json" in flags):
+    with command_output(level, "--json" in flags, has_results="--quiet" in command.flags):
         run_named_command(name, words, of_file)
 
 
@@ -207,6 +207,8 @@ def disable_progress_bars() -> None:
     """
     if is_quiet() or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        if "transformers" in sys.modules:
+            sys.modules["transformers"].utils.logging.disable_progress_bar()
 
 
 def with_exit_codes(task: Task) -> Task:
@@ -283,7 +285,8 @@ def train_command(config: Any) -> None:
     name = spec.evaluation_name if spec.eval else None
     print_json(lazy_import("cli.results.TrainResult").from_folder(folder, name).to_dict())
     with result_output():
-        lazy_import("cli.next_steps.print_after_training")(folder, name)
+        family = str(spec.drafter.choice)
+        lazy_import("cli.next_steps.print_after_training")(folder, family, name)
 
 
 def evaluate_command(config: Any) -> None:

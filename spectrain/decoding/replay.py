@@ -26,7 +26,7 @@ from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .acceptance import Greedy
-from .generation import no_callback, run_to_end
+from .generation import OnRound, no_callback, run_to_end
 from .loop import (
     EagerRunner,
     Request,
@@ -85,7 +85,11 @@ class FeatureRecorder(Drafter):
 
 
 def record_answers(
-    target: Target, prompts: list[list[int]], max_new_tokens: int, layers: tuple[Layer, ...]
+    target: Target,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    layers: tuple[Layer, ...],
+    on_round: OnRound = no_callback,
 ) -> RecordedTexts:
     """Decode all prompts together, greedily, and record the features of these layers and "final"
     at every token that ran.
@@ -93,7 +97,7 @@ def record_answers(
     recorder = FeatureRecorder(tuple(dict.fromkeys((*layers, "final"))))
     runner = EagerRunner(target, Greedy(), recorder, RootOnlyBuilder())
     generations = run_to_end(
-        decode_steps(runner, make_request(target, prompts, max_new_tokens)), no_callback
+        decode_steps(runner, make_request(target, prompts, max_new_tokens)), on_round
     )
     recorder.parts.append((runner.context.new_features, runner.context.num_new))
     with torch.inference_mode():

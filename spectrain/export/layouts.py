@@ -145,6 +145,12 @@ def detect_layout(files: DrafterFiles) -> Layout:
     )
 
 
+def list_formats(family: str) -> list[str]:
+    """Return the formats of engines that can hold a family's drafters."""
+    rows = [row for row in LAYOUTS if family in row.families.split()]
+    return [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
+
+
 def select_layout(family: str, format_name: str, dtype: str | None = None) -> Layout:
     """Return the layout of a format for a family's drafters, or raise UserError saying which format
     to use.
@@ -167,9 +173,7 @@ def select_layout(family: str, format_name: str, dtype: str | None = None) -> La
             return load_layout(row) if dtype is None else load_layout(row).with_dtype(dtype)
     if family in SERVING_HINTS:
         raise UserError(f"format={format_name}: {family} cannot be served: {SERVING_HINTS[family]}")
-    alternatives = [
-        name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)
-    ]
+    alternatives = list_formats(family)
     if not alternatives:
         raise UserError(
             f"format={format_name}: no layout of an engine supports drafter={family}; "

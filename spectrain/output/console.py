@@ -29,8 +29,8 @@ class PlainConsole(Console):
         sequences of a live display must reach the terminal as they are.
         """
         file = super().file
-        while (behind := getattr(file, "rich_proxied_file", None)) is not None:
-            file = behind
+        while (proxied := getattr(file, "rich_proxied_file", None)) is not None:
+            file = proxied
         return file
 
     @file.setter

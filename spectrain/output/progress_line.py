@@ -105,7 +105,7 @@ class ProgressLine:
             full = round(BAR_WIDTH * min(1.0, self.completed / self.total))
             parts.append("\u2501" * full + "\u2500" * (BAR_WIDTH - full))
         left = self.estimate_left()
-        known = [self.count, "" if left is None else f"{format_duration(left)} left", self.text]
+        details = [self.count, "" if left is None else f"{format_duration(left)} left", self.text]
         return Text(
-            "  ".join([" ".join(parts), *filter(None, known)]), no_wrap=True, overflow="ellipsis"
+            "  ".join([" ".join(parts), *filter(None, details)]), no_wrap=True, overflow="ellipsis"
         )

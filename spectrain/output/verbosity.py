@@ -52,15 +52,17 @@ def read_level(flags: tuple[str, ...] = ()) -> Level:
 
 
 @contextmanager
-def command_output(level: Level, as_json: bool = False) -> Iterator[None]:
+def command_output(level: Level, as_json: bool = False, has_results: bool = True) -> Iterator[None]:
     """Print as much as `level` says until the end of the block.
 
-    A quiet command prints what it does inside of `result_output` alone, and its errors; with
-    `as_json` nothing but `print_json` reaches the standard output.
+    A quiet command prints what it does inside of `result_output` alone, and its errors; one
+    without such results (`has_results` is false) prints all but progress. With `as_json` nothing
+    but `print_json` reaches the standard output.
     """
     global _output
     before = _output
-    _output = Output(level, as_json, sys.stdout if as_json or level == "quiet" else None)
+    is_muted = as_json or (level == "quiet" and has_results)
+    _output = Output(level, as_json, sys.stdout if is_muted else None)
     stream = sys.stderr if as_json and level != "quiet" else io.StringIO()
     try:
         if _output.results is None:

@@ -182,13 +182,38 @@ def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
         return build_drafter(spec.drafter, target)
     with explain_malformed(directory):
         drafter = build_drafter(spec.drafter, target)
-    load_weights(drafter, directory, target)
+    try:
+        load_weights(drafter, directory, target)
+    except UserError as error:
+        refuse_other_target(run, directory, spec.target, target, error)
+        raise
     if drafter.capabilities.target_training and find_trained_target(run) is None:
         raise UserError(
             f"run={run}: the drafter belongs to the target that was trained with it; keep its "
             "folder target beside it"
         )
     return drafter
+
+
+def refuse_other_target(
+    run: Path, directory: Path, requested: GroupSpec, target: Target, error: UserError
+) -> None:
+    """Raise a UserError where weights do not fit because the drafter was made for another target
+    than the requested one.
+    """
+    made_for = load_description(directory, None).target
+    if not made_for or name_choice(made_for) == name_choice(requested):
+        return
+    raise UserError(
+        f"run={run}: its drafter is for {name_choice(made_for)}, and {target.name} is another "
+        f"model; leave out {name_choice(requested)}, or train a drafter for it"
+    ) from error
+
+
+def name_choice(target: GroupSpec) -> str:
+    """Return the words that choose a target."""
+    model = target.get("model")
+    return f"target={target.choice}" + ("" if model is None else f" target.model={model}")
 
 
 @contextmanager

@@ -346,7 +346,11 @@ class TrainingRun(RunProgress):
         """Let the target answer the held-out prompts, before anything has trained it."""
         began = time.perf_counter()
         self.held_out = record_held_out(
-            self.target, self.drafter.layers, dataset.held_out, dataset.held_out_sources
+            self.target,
+            self.drafter.layers,
+            dataset.held_out,
+            dataset.held_out_sources,
+            self.parallel.is_main,
         )
         self.recording_seconds = time.perf_counter() - began
         if self.held_out is not None and self.parallel.is_main:

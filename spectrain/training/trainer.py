@@ -2,6 +2,7 @@
 groups.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,6 +97,7 @@ class Trainer(TrainerSettings):
             )
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
+                report.show_status("measuring the start on held-out text")
                 at_start = self._measure_start(job)
                 while not job.is_done:
                     self._run_step(job, stop)
@@ -296,6 +298,14 @@ class TrainingReport:
 
     def __exit__(self, *raised: Any) -> None:
         self.progress.__exit__(*raised)
+
+    def show_status(self, text: str) -> None:
+        """Show what happens before the first step, with the time that a limit leaves. Every
+        process must call this.
+        """
+        left = self.job.budget.seconds_until(1, self.job.parallel)
+        seconds_left = None if math.isinf(left) else max(0.0, left)
+        self.progress.bar.update(self.job.step, text, seconds_left=seconds_left)
 
     def record_step(self, metrics: dict[str, Any] | None) -> None:
         """Report a finished step, with `metrics` where it is logged."""

@@ -18,6 +18,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from spectrain.data.chat import Example
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.replay import (
     RecordedTexts,
     ReplayedDrafts,
@@ -28,6 +29,8 @@ from spectrain.decoding.replay import (
 from spectrain.drafters.base import Drafter
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
+from spectrain.output.progress_line import ProgressLine
 
 MIN_PLACES = 2000  # drafts that a validation judges, where the held-out data allows as many
 MAX_CONVERSATIONS = 24  # conversations whose answers are drafted
@@ -130,7 +133,11 @@ class HeldOutTexts:
 
 @torch.no_grad()
 def record_held_out(
-    target: Target, layers: tuple[Layer, ...], examples: list[Example], sources: Sequence[str] = ()
+    target: Target,
+    layers: tuple[Layer, ...],
+    examples: list[Example],
+    sources: Sequence[str] = (),
+    shows_progress: bool = False,
 ) -> HeldOutTexts | None:
     """Let the target answer the held-out prompts, all of them together; None where no prompt
     fits its context.
@@ -138,9 +145,16 @@ def record_held_out(
     selected = select_prompts(examples, target.max_length, sources)
     if not selected.prompts:
         return None
-    with torch.random.fork_rng():
+    total = selected.answer_tokens
+    line = ProgressLine("answering held-out prompts", total, make_console(), enabled=shows_progress)
+
+    def show(generations: list[Generation]) -> None:
+        done = max(len(generation.output) for generation in generations)
+        line.update(done, f"{done} of {total} tokens")
+
+    with torch.random.fork_rng(), line:
         return HeldOutTexts(
-            record_answers(target, selected.prompts, selected.answer_tokens, layers),
+            record_answers(target, selected.prompts, total, layers, show),
             selected.sources,
             layers,
         )

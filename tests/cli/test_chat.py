@@ -353,6 +353,7 @@ def test_scripts_get_the_answers_alone(
     expected = decode_alone(tiny, make_prompt(tiny, text), 24)
     status, out, err = run_chat(monkeypatch, capsys, "drafter=ngram", "--once", text)
     assert (status, out) == (0, expected + "\n") and "tokens/s" in err
+    assert "target=tiny has 2 million parameters and writes nonsense" in " ".join(err.split())
     lines = f"{text}\n\n/reset\n{text}\n/exit\nnever asked\n"
     assert run_chat(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (
         0,

@@ -29,6 +29,7 @@ from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
+from spectrain.output.verbosity import command_output
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 from tests.data.chat_templates import SOURCES, make_template
@@ -195,9 +196,10 @@ def test_scoring_writes_kinds_and_positions(
     thinking.tokenizer.chat_template = str(SOURCES["deepseek_r1"])
     thinking.template = ChatTemplate(thinking.tokenizer)
     for target, kind in ((thinking, "reasoning"), (shallow, "content")):
-        summary = score_prompts(
-            target, tmp_path / kind, [{"prompt": "one two three one two three one"}]
-        )
+        with command_output("notes"):
+            summary = score_prompts(
+                target, tmp_path / kind, [{"prompt": "one two three one two three one"}]
+            )
         counted = sum(count * length for length, count in enumerate(summary["tokens_by_round"], 1))
         assert {name: group["tokens"] for name, group in summary["by_kind"].items()} == {
             kind: counted
@@ -276,7 +278,8 @@ def test_kinds_stand_in_the_table_and_on_the_page(
         "acceptance_by_depth": [],
         **numbers,
     }
-    print_table(summary)
+    with command_output("notes"):
+        print_table(summary)
     printed = capsys.readouterr().out.replace("\n", " ")
     lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in KIND_COLUMNS)
     assert (

@@ -6,7 +6,9 @@ import pytest
 
 from spectrain.eval.columns import format_identical
 from spectrain.eval.notes import describe_identity
-from spectrain.eval.report import WIDTH, print_table
+from spectrain.eval.report import WIDTH, print_answer, print_table, split_by_author
+from spectrain.output.console import make_console
+from spectrain.output.verbosity import command_output
 
 
 def make_entry(label: str) -> dict[str, Any]:
@@ -65,6 +67,82 @@ def test_the_table_is_no_wider_than_it_says(label: str, capsys: pytest.CaptureFi
         assert number in row
     first = "".join(line[:WIDTH].split("  ")[0] for line in shown.splitlines())
     assert label.replace(" ", "") in first.replace(" ", "")
+
+
+def make_summary() -> dict[str, Any]:
+    setting = {
+        "recipe": "eagle3",
+        "target": "tiny",
+        "prompts": 20,
+        "max_new_tokens": 64,
+        "batch_size": 1,
+        "device": "a processor",
+        "dtype": "float32",
+        "drafter": {},
+        "skipped": {"prompts too long": 2},
+    }
+    details: dict[str, Any] = {
+        "setting": setting,
+        "time_share": {"draft": 0.2, "verify": 0.7, "accept": 0.05, "other": 0.05},
+        "acceptance_by_depth": [0.8, 0.6],
+        "compared": {"own": make_entry("drafter, eagle2, 16 nodes")},
+    }
+    for entry in (details["compared"]["own"], details):
+        entry |= {
+            "acceptance_length": {"pooled": 1.39, "ci95": [1.15, 1.69]},
+            "speedup": {"ratio": 1.22, "ci95": [0.92, 1.62], "predicted": 1.23},
+            "tokens_per_second": {"autoregressive": 22.4, "drafted": 27.4},
+        }
+    details["lossless"] = {**make_entry("")["lossless"], "checked": 20, "identical": 20}
+    details["compared"]["own"]["lossless"] = details["lossless"]
+    return {**make_entry("drafter, chain of 3"), **details}
+
+
+def test_a_score_prints_headline_table_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    """What explains the numbers is printed with --notes alone."""
+    print_table(make_summary())
+    short = capsys.readouterr().out
+    with command_output("notes"):
+        print_table(make_summary())
+    noted = capsys.readouterr().out
+    for shown in (short, noted):
+        assert shown.startswith("Drafter, ") and "Left out: 2 prompts too long." in shown
+    assert (
+        noted.startswith(short) and "Drafts of the drafter accepted by depth" in noted[len(short) :]
+    )
+    assert len(short.splitlines()) <= 16
+
+
+def test_the_table_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chain's name takes one line, and a tree's at most two; predictions are on the page."""
+    console = make_console(width=80)
+    monkeypatch.setattr("spectrain.eval.report.open_console", lambda: console)
+    print_table(make_summary())
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("drafter, chain of 3 ")]
+    assert len(rows) == 1 and "1.39 1.15 to 1.69" in rows[0] and "1.23" not in rows[0]
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_answer_says_who_wrote_each_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first token and the last one of each round are the target's, accepted ones the
+    drafter's; joined, they are the answer.
+    """
+    pieces = ["A", " bee", " flies", " to", " the", " hive", "."]
+    rounds = [
+        {"kept": [1, 3], "emitted": 3},
+        {"kept": [], "emitted": 1},
+        {"kept": [1], "emitted": 2},
+    ]
+    answer = {"pieces": pieces, "rounds": rounds}
+    parts = [(part, drafted) for part, drafted in split_by_author(answer) if part]
+    assert [piece for part, _ in parts for piece in part] == pieces
+    assert [part for part, drafted in parts if drafted] == [[" bee", " flies"], [" hive"]]
+    print_answer([{"tree": {}}, {"pieces": ["x"], "rounds": rounds[1:2]}, answer])
+    first, text = capsys.readouterr().out.splitlines()
+    assert "in brackets, 3 of 7 tokens" in first and text == "A[ bee flies] to the[ hive]."
 
 
 @pytest.mark.parametrize(

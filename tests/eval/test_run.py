@@ -34,6 +34,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
+from spectrain.output.verbosity import command_output
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
@@ -407,10 +408,11 @@ def test_the_rule_that_keeps_more_is_used(
     accept, and is scored under its name; n-gram lookup next to it is sample-and-match either way.
     """
     monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
-    summary = make_evaluation(tmp_path, ("ngram",)).score(
-        Candidate(shallow, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING),
-        tmp_path / "out",
-    )
+    with command_output("notes"):
+        summary = make_evaluation(tmp_path, ("ngram",)).score(
+            Candidate(shallow, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING),
+            tmp_path / "out",
+        )
     assert summary["setting"]["rule"] == "sample" and summary["lossless"]["rule"] == (
         "recursive" if pays else "match"
     )

@@ -28,7 +28,7 @@ SECONDS = 12.0  # of one prompt, decoded autoregressively, by a drafter and by t
 
 
 class Clocked(Interleaving):
-    """Decodes nothing; each prompt takes `SECONDS`, and every third baseline is slow if times
+    """Decodes nothing; each prompt takes `SECONDS`, and every fourth baseline is slow if times
     are unsteady.
     """
 
@@ -40,7 +40,7 @@ class Clocked(Interleaving):
 
     def _decode_conversations(self, prompts: Any) -> None:
         self.clock[0] += SECONDS
-        slow = 4.0 if self.unsteady and self.num_prompts % 3 == 0 else 1.0
+        slow = 4.0 if self.unsteady and self.num_prompts % 4 == 0 else 1.0
         self.turns["drafter"].append(make_turn(6.0 * slow))
         self.batches.append([MagicMock()])
 
@@ -78,13 +78,13 @@ def test_as_many_prompts_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_disturbed_pairs_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of baselines of which every third one is slow, those are decoded again, each once."""
+    """Of baselines of which every fourth one is slow, those are decoded again, each once."""
     clock = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     decoding = Clocked(TimeLimit(60, clock=lambda: clock[0]), clock, unsteady=True)
     monkeypatch.setattr(decoding, "_decode_pair", lambda system, request: make_turn())
-    decoding.run([SimpleNamespace(tokenize_for=lambda target: [1])] * 7)  # type: ignore[list-item]
-    assert decoding.repeated == {("drafter", 0), ("drafter", 3), ("drafter", 6)}
+    decoding.run([SimpleNamespace(tokenize_for=lambda target: [1])] * 9)  # type: ignore[list-item]
+    assert decoding.repeated == {("drafter", 0), ("drafter", 4), ("drafter", 8)}
     assert not find_disturbed(decoding.turns["drafter"])
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from spectrain.cli import main as cli
+from spectrain.export.layouts import read_files
+from spectrain.export.linter import lint_files
 from spectrain.output.console import is_live, make_console
 from spectrain.output.verbosity import (
     command_output,
@@ -16,6 +24,7 @@ from spectrain.output.verbosity import (
     result_output,
     shows_notes,
 )
+from spectrain.runs.folder import SHIPPED_FOLDER
 
 
 def work() -> None:
@@ -55,6 +64,16 @@ def test_each_level_prints_its_share(
         assert json.loads(captured.out) == {"a": 1}
 
 
+def test_a_command_that_prints_results_only_is_not_muted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a command has no progress beside its result, quiet leaves the result."""
+    monkeypatch.setenv("SPECTRAIN_LOG", "quiet")
+    monkeypatch.setattr(sys, "argv", ["spectrain", "recipes", "eagle3"])
+    cli.main()
+    assert "recipe=eagle3" in capsys.readouterr().out
+
+
 def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPECTRAIN_LOG is a flag for every command; a flag comes before it."""
     assert read_level() == "normal"
@@ -63,6 +82,24 @@ def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None
         assert shows_notes() and is_live(make_console(force_terminal=True))
     with command_output(read_level(("--quiet",))):
         assert not shows_notes() and not is_live(make_console(force_terminal=True))
+
+
+def test_a_linter_prints_its_findings_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of `lint_files`, and the sentence is on the error stream."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(SHIPPED_FOLDER / "smollm2-eagle3", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["unknown.weight"] = torch.zeros(1)
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["spectrain", "lint", str(folder), "--json"])
+    with suppress(SystemExit):
+        cli.main()
+    captured = capsys.readouterr()
+    findings = [asdict(finding) for finding in lint_files(read_files(folder), None)]
+    assert json.loads(captured.out) == findings and findings
+    assert "error" in captured.err
 
 
 def test_an_unknown_level_is_a_mistake(

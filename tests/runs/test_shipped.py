@@ -26,6 +26,8 @@ from spectrain.runs.drafters import (
     build_drafter,
     find_shipped_drafter,
     init_drafter,
+    load_description,
+    load_drafter,
     load_shipped_drafter,
 )
 from spectrain.runs.folder import SHIPPED_FOLDER, find_drafter_directory
@@ -82,6 +84,22 @@ def test_another_target_is_refused(tiny: Target) -> None:
     with pytest.raises(UserError, match="it is for target=smollm2, and tiny is another model"):
         load_shipped_drafter("smollm2-eagle3", tiny)
     assert find_shipped_drafter(tiny) is None
+
+
+def test_a_folder_of_another_target_is_refused(tiny: Target) -> None:
+    """The drafter of a folder whose weights do not fit is refused by its target, where that is
+    another than the requested one, and else by the tensor.
+    """
+    folder = SHIPPED_FOLDER / "smollm2-eagle3"
+    description = load_description(folder, None)
+    spec = RunSpec(drafter=description.drafter, target=GroupSpec("target", "tiny"))
+    with pytest.raises(UserError) as caught:
+        load_drafter(spec, folder, tiny)
+    assert "its drafter is for target=smollm2, and tiny is another model" in str(caught.value)
+    assert "leave out target=tiny" in str(caught.value)
+    own = RunSpec(drafter=description.drafter, target=description.target)
+    with pytest.raises(UserError, match="d2t has another shape"):
+        load_drafter(own, folder, tiny)
 
 
 def test_it_is_not_trained_anew(tiny: Target) -> None:

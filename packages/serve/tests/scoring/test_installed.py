@@ -12,6 +12,7 @@ import pytest
 from spectrain.cli.interface import hydra_context
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
+from spectrain.output.verbosity import command_output
 from spectrain.servers.ports import find_free_ports
 from spectrain_serve.scoring import installed
 from spectrain_serve.scoring.installed import TRIALS, score_in_engine, score_quietly
@@ -48,7 +49,7 @@ def test_the_first_engine_is_scored(
     tmp_path: Path,
 ) -> None:
     """The last lines say what the drafter gained in it and how it is served there; without an
-    engine, what to install.
+    engine, --notes say what to install.
     """
     scored: list[str] = []
     monkeypatch.setattr(
@@ -66,6 +67,9 @@ def test_the_first_engine_is_scored(
     assert command == f"spectrain serve run={tmp_path} server=llamacpp server.threads=2"
     pretend_installed(monkeypatch)
     score_in_engine(spec, tmp_path)
+    assert not capsys.readouterr().out
+    with command_output("notes"):
+        score_in_engine(spec, tmp_path)
     assert "make openvino" in capsys.readouterr().out and len(scored) == 1
     score_in_engine(replace(spec, eval=spec.eval.with_settings(serve_in="vllm")), tmp_path)
     assert capsys.readouterr().out == "The drafter is not scored in vLLM: vllm is not here.\n"
