@@ -53,6 +53,8 @@ SHARPNESS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 SHARPNESS_ROWS = 2048
 # Width of the products that the speed of a fit is estimated by.
 PROBE_SIZE = 768
+# Seconds that they go on for each type.
+PROBE_SECONDS = 0.5
 
 
 class RidgeRegression:
@@ -132,16 +134,20 @@ def measure_fit(
 def _seconds_per_operation(
     dtype: torch.dtype, device: torch.device, clock: Callable[[], float]
 ) -> float:
-    """Time products of a type, the first of which warms up; return the seconds of an operation."""
+    """Time products of a type after a first one, and return the seconds of an operation.
+
+    A single product may fall into a moment in which no other process runs.
+    """
     rows = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype, device=device)
-    seconds = 0.0
-    for _ in range(2):
-        synchronize_device(device)
-        start = clock()
+    rows @ rows
+    synchronize_device(device)
+    start = clock()
+    num_products = 0
+    while not num_products or clock() - start < PROBE_SECONDS:
         rows @ rows
         synchronize_device(device)
-        seconds = clock() - start
-    return seconds / (2 * PROBE_SIZE**3)
+        num_products += 1
+    return (clock() - start) / (num_products * 2 * PROBE_SIZE**3)
 
 
 @torch.no_grad()
