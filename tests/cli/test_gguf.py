@@ -86,3 +86,13 @@ def test_it_drafts_for_itself(file: Path, tmp_path: Path) -> None:
 def test_python_reads_it(file: Path) -> None:
     target = spectrain.Target.from_pretrained(str(file))
     assert target.name == "small-q8_0"
+
+
+def test_lint_says_where_a_model_that_drafts_is_checked(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spectrain", "lint", str(file)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "no drafter's directory; a GGUF model drafts as" in capsys.readouterr().err
