@@ -117,6 +117,13 @@ def find_row(layout: Layout) -> TableRow:
 
 def read_files(directory: Path) -> DrafterFiles:
     """Read a drafter's directory, by the layout that has weights with the suffix of its files."""
+    if directory.is_file():
+        how = (
+            "a GGUF model drafts as drafter=causal drafter.model=FILE, which checks it"
+            if directory.suffix == ".gguf"
+            else "give the directory of a drafter"
+        )
+        raise UserError(f"{directory}: it is a file and no drafter's directory; {how}")
     has_config = (directory / "config.json").exists()
     suffixes = set() if has_config else {path.suffix for path in directory.glob("*")} & OWN_SUFFIXES
     row = next((row for row in LAYOUTS if row.suffix in suffixes), None)

@@ -122,7 +122,8 @@ def fit_initial_weights(
     reader = LiveSource() if source.generates_text else source
     layers, packing = drafter.stages[0].layers, run.trainer.packing
     chosen = choose_batches(stream, fit.num_tokens, run.num_steps * run.batches_per_step)
-    speed = fit.measure(drafter)
+    is_limited = run.budget.max_seconds is not None
+    speed = fit.measure(drafter) if is_limited else FitSeconds(0.0, 0.0)
     plan = FitPlan(speed, lambda: run.budget.seconds_until(FIT_SHARE, parallel))
     try:
         fitted = read_features(

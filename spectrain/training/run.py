@@ -391,7 +391,8 @@ class TrainingRun(RunProgress):
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
             seconds = self.parallel.all_gather(time.perf_counter() - began)[0]
             self.validation_history.add_seconds(seconds)
-            self.budget.reserved = seconds
+            # It never falls, so that a training that has ended stays so.
+            self.budget.reserved = max(self.budget.reserved, seconds)
             # Until the next one is planned.
             self.validation_schedule = ValidationSchedule()
             if is_best and self.trainer.keep_best is not False:

@@ -2,7 +2,8 @@
 goes on from them.
 """
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spectrain.drafters.layers.fitted_start import (
     factorize,
     fit_eagle,
     label_positions,
+    measure_fit,
     state_scale,
 )
 from spectrain.drafters.layers.vocabulary import Supervision
@@ -305,3 +307,17 @@ def test_a_source_that_fails_in_the_fit_says_how_to_go_on(shallow: Target, tmp_p
         Trainer(max_steps=2, batch_tokens=60).fit(
             make_drafter(shallow), shallow, make_dataset(), LostSource(), tmp_path
         )
+
+
+def test_a_fit_is_estimated_by_the_speed_of_products(shallow: Target) -> None:
+    """A machine that is half as fast takes twice as long, and a smaller vocabulary less long."""
+
+    def make_clock(step: float) -> Callable[[], float]:
+        ticks = count()
+        return lambda: step * next(ticks)
+
+    drafter = make_drafter(shallow)
+    fast, slow = (measure_fit(drafter, make_clock(step)) for step in (1.0, 2.0))
+    assert slow.per_token == 2 * fast.per_token > 0 and slow.solving == 2 * fast.solving > 0
+    small = make_drafter(shallow, vocab_size=256)
+    assert measure_fit(small, make_clock(1.0)).solving < fast.solving

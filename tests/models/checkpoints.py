@@ -159,7 +159,9 @@ NAMES = {
 }
 
 
-def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+def save_gguf_file(
+    folder: Path, chat_template: str | None = None
+) -> tuple[Path, dict[str, Tensor]]:
     """Save a Llama as llama.cpp stores it, in blocks of 32 integers (Q8_0); return its file and
     the dequantized weights.
     """
@@ -184,6 +186,8 @@ def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_eos_token_id(2)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     for name, weight in weights.items():
         for hf_name, gguf_name in NAMES.items():
             name = name.replace(hf_name, gguf_name)

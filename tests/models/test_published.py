@@ -48,6 +48,7 @@ def test_the_small_one_drafts_for_the_large_one(tmp_path: Path) -> None:
     """Outputs are identical to those without a drafter, and most drafts are accepted."""
     words = [f"target={LARGE}", "drafter=causal", f"drafter.model={SMALL}", "tree=chain"]
     words += ["tree.depth=4", "eval.limit=1", "eval.max_new_tokens=24", f"run={tmp_path / 'run'}"]
+    words += ["eval.baselines=[]", "eval.oracle=false", "eval.report=false", "eval.repeats=1"]
     command = [sys.executable, "-m", "spectrain", "eval", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -498,3 +498,25 @@ def test_the_last_validation_is_in_the_time_of_a_training() -> None:
     assert budget.num_steps(3) == 1 + 2 * 28 / 4 and budget.seconds_left == 24.0
     budget.time_spent = training_budget.TimeSpent(47.5, 20.0)
     assert budget.is_done(15) and not training_budget.Budget(None, 1.0).is_done(15)
+
+
+def test_a_quick_last_validation_ends_a_training_too(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps do not go on after the last validation where it took less time than the first."""
+    clock = Clock(monkeypatch, 1.0)
+    monkeypatch.setattr(training_budget.Budget, "record_time", make_moving_tick(clock))
+    measured: list[float] = []
+    judge = training_run.measure_acceptance
+
+    def measure(*args: Any) -> Validation:
+        clock.now += 4.0 if not measured else 0.5
+        measured.append(clock.now)
+        return judge(*args)
+
+    monkeypatch.setattr(training_run, "measure_acceptance", measure)
+    monkeypatch.setattr(training_run.time, "perf_counter", lambda: clock.now)
+    trainer = {"max_minutes": 0.2, "max_steps": None, "save_every": None, "held_out": 2}
+    _, lines, result = fit_drafter(shallow, tmp_path, **trainer)
+    assert [line["step"] for line in lines if "held_out" in line] == [result.num_steps]
+    assert clock.now == 4.0 + result.num_steps + 0.5 <= 12.0
