@@ -83,7 +83,18 @@ def addmm_flops(total: Shape, left: Shape, right: Shape, *args: Any, **kwargs: A
     return 2 * math.prod(left) * right[1]
 
 
+def cells_flops(x: Shape, inputs: Shape, states: Shape, *args: Any, **kwargs: Any) -> int:
+    """Count recurrent cells over x [.., D] with weights [gates, D] and [gates, H]."""
+    return 2 * math.prod(x[:-1]) * (math.prod(inputs) + math.prod(states))
+
+
+def cells_backward_flops(*args: Any, **kwargs: Any) -> int:
+    return 2 * cells_flops(*args, **kwargs)
+
+
 FORMULAS: dict[Any, Any] = {
+    aten.mkldnn_rnn_layer: cells_flops,
+    aten.mkldnn_rnn_layer_backward: cells_backward_flops,
     aten.addmm: addmm_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,

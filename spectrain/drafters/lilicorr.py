@@ -73,6 +73,8 @@ class CorrectionLayer(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, mlp_ratio * width), nn.SiLU(), nn.Linear(mlp_ratio * width, width)
         )
+        # Per row: the activation and one of the two sums; the other replaces the output of `mlp`.
+        self.stored_values = (mlp_ratio + 1) * width
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """Transform nodes [A, N, H] with an attention bias [heads, N, N]."""
@@ -103,6 +105,7 @@ class LatticeCorrection(nn.Module):
         heads = config.correction_heads
         factors = config.factor_width
         self.num_slots = slots
+        self.num_heads = heads
         self.eps = config.vector_eps
         self.scale = config.logit_scale
         self.token_proj = nn.Identity() if size == width else nn.Linear(width, size)
@@ -240,13 +243,31 @@ class LiLiCorr(BlockDrafter):
         them.
         """
         cost = super().step_cost(target, batch)
+        # Only blocks whose drafts all carry loss have a lattice: not those near the end of a text.
+        incomplete = batch.texts * (self.num_drafts - 1) / max(1, batch.supervised)
+        drafts = cost.judged.rows * max(0.0, 1 - incomplete)
+        chunk = min(drafts, linear_divergence.CHUNK_ROWS)
+        rows = drafts * self.top_k
         nodes = self.num_drafts * self.top_k
-        rows = cost.judged.rows * self.top_k
-        run = Run(self.lilicorr, rows, nodes, extra=4 * self.lilicorr.output_norm.weight.numel())
+        size = self.lilicorr.output_norm.weight.numel()
+        run = Run(
+            self.lilicorr,
+            rows,
+            nodes,
+            # Attention with a trained bias stores its weights.
+            mask=rows * nodes * self.lilicorr.num_heads,
+            # The embedding of the candidate, and the sum of the inputs.
+            extra=target.width + size,
+            stored_share=chunk / max(1.0, drafts),
+        )
+        # The log-probabilities that rank the candidates, and gradients of the nodes' vectors.
+        backward_values = chunk * (cost.judged.vocab_size + 5 * size * self.top_k)
         return replace(
             cost,
             runs=[*cost.runs, run],
-            judged=replace(cost.judged, other_rows=2 * cost.judged.rows),
+            # Candidates are selected, then ranked before and in the backward pass, with gradients.
+            judged=replace(cost.judged, other_rows=4 * drafts),
+            backward_values=cost.backward_values + backward_values,
         )
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:

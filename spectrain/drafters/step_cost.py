@@ -66,6 +66,9 @@ class Run:
     mask: float = 0
     # Further values that a row stores.
     extra: float = 0
+    # Share of the rows of all calls whose values are stored at the same time; less than 1 where
+    # the backward pass computes the values again in chunks, or some calls have no gradients.
+    stored_share: float = 1
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,7 @@ def stored_bytes(models: Models, run: Run) -> float:
     cost = models.row_cost(run.module)
     values = run.rows * (cost.products + run.extra) + cost.num_attentions * run.mask
     stored = values * models.product_bytes + run.rows * cost.states * models.state_bytes
+    stored *= run.stored_share
     if models.trainer.gradient_checkpointing:
         inputs = run.rows * models.target.width * FLOAT_BYTES
         layers = max(1.0, cost.num_attentions)

@@ -17,6 +17,11 @@ from spectrain.models.fast.packed_linears import PackedWeights
 
 from .available import has_panel_kernels
 
+MAX_PLANNED_OUTPUTS = 4_096
+"""Outputs on which a plan tries panels: a trial of 151,936 outputs of width 4,096 takes 3 seconds
+of a processor, one of 4,096 takes 0.1.
+"""
+
 
 def pack_panels(*weights: Tensor) -> Any:
     """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
@@ -35,20 +40,25 @@ def count_panel_bytes(dtype: torch.dtype, outputs: int, width: int) -> int | Non
     """Return the bytes of the panels of weights [O, D] that nobody has yet; None where
     `pack_panels` makes none.
     """
-    is_served = find_panel_chunk(dtype, outputs, width) is not None
+    is_served = find_panel_chunk(dtype, outputs, width, MAX_PLANNED_OUTPUTS) is not None
     return outputs * width * dtype.itemsize if is_served else None
 
 
 def panels_suffice(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    """Return whether weights [O, D] have panels and no reordered copy beside them."""
+    """Return whether weights [O, D] that nobody has yet will have panels and no reordered copy
+    beside them.
+    """
     from .linear import serve_many_rows
 
-    return serve_many_rows(dtype) and find_panel_chunk(dtype, outputs, width) is not None
+    chunk = find_panel_chunk(dtype, outputs, width, MAX_PLANNED_OUTPUTS)
+    return serve_many_rows(dtype) and chunk is not None
 
 
-def find_panel_chunk(dtype: torch.dtype, outputs: int, width: int) -> int | None:
+def find_panel_chunk(
+    dtype: torch.dtype, outputs: int, width: int, max_tried: int | None = None
+) -> int | None:
     """Return the chunk of inputs by which panels of weights [O, D] are added, which in float32 is
-    all of them; None where panels do not serve.
+    all of them; None where panels do not serve, tried on at most `max_tried` outputs.
     """
     if not has_panel_kernels(dtype):
         return None
@@ -59,7 +69,9 @@ def find_panel_chunk(dtype: torch.dtype, outputs: int, width: int) -> int | None
         return None
     if dtype == torch.float32:
         return width
-    return find_chunk(outputs, width) if is_large_weight(weight.numel()) else None
+    if not is_large_weight(weight.numel()):
+        return None
+    return find_chunk(min(outputs, max_tried or outputs), width)
 
 
 class PackedProduct:

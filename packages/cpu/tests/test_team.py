@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels.tree_attention import Visibility
-from spectrain_cpu import available
+from spectrain_cpu import available, linear
 from spectrain_cpu.attention import attend_cached
 from spectrain_cpu.linear import WeightPanels
-from spectrain_cpu.packed_product import count_panel_bytes, pack_panels
+from spectrain_cpu.packed_product import MAX_PLANNED_OUTPUTS, count_panel_bytes, pack_panels
 from spectrain_cpu.team import CAN_SHARE, current_team
 
 pytestmark = pytest.mark.skipif(
@@ -129,3 +129,19 @@ def test_planned_panels_have_the_bytes_of_those_that_are_made(
     panels = pack_panels(torch.zeros(shape, dtype=dtype))
     expected = None if panels is None else panels.panels.nbytes
     assert count_panel_bytes(dtype, *shape) == expected
+
+
+@pytest.mark.skipif(
+    not available.has_panel_kernels(torch.bfloat16), reason="the processor has no AVX512-BF16"
+)
+def test_a_plan_tries_few_outputs_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its panels have the bytes of all outputs."""
+    tried = []
+
+    def record_trial(outputs: int, width: int) -> int:
+        tried.append((outputs, width))
+        return 1024
+
+    monkeypatch.setattr(linear, "find_chunk", record_trial)
+    assert count_panel_bytes(torch.bfloat16, 151_936, 4096) == 2 * 151_936 * 4096
+    assert tried == [(MAX_PLANNED_OUTPUTS, 4096)]

@@ -53,9 +53,13 @@ class LowRankDrafter(BlockDrafter):
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of a block drafter whose output layer also reads the term's state."""
         cost = super().step_cost(target, batch)
-        return replace(
-            cost, judged=replace(cost.judged, width=target.width + self.readout.in_features)
+        # The gradient of the joint layer, which is always trained, takes a transposed copy.
+        judged = replace(
+            cost.judged,
+            copies=max(2, cost.judged.copies),
+            width=target.width + self.readout.in_features,
         )
+        return replace(cost, judged=judged)
 
 
 class CombinedLoss:

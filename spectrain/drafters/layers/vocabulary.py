@@ -21,7 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 
-from ..step_cost import BatchShape, Judged, Run, StepCost
+from ..step_cost import OUTPUT_LAYERS, BatchShape, Judged, Run, StepCost
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer
 
@@ -69,7 +69,13 @@ class VocabularyDrafter(Drafter):
         labels.
         """
         labels = 0 if self.divergence == "cross_entropy" else batch.supervised
-        return Judged(rows, len(self.d2t), labels, copies=2 if labels else 1, layers=layers)
+        # On a CPU the gradient of a trained output layer takes a transposed copy of the logits'
+        # gradient, after the labels' logits are gone.
+        is_trained = any(
+            name.rpartition(".")[2] in OUTPUT_LAYERS for name, _ in self.named_modules()
+        )
+        copies = 2 if labels or is_trained else 1
+        return Judged(rows, len(self.d2t), labels, copies=copies, layers=layers)
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
         """Set the draft vocabulary to the most frequent tokens, and return their ids [V]."""

@@ -88,10 +88,14 @@ class Domino(LowRankDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return DFlash's cost with the gates of the GRU and both losses."""
+        """Return DFlash's cost with the GRU over every slot, the correction and both losses."""
         cost = super().step_cost(target, batch)
-        gates = 6 * self.prefix_gru.hidden_size + target.width
-        runs = [*cost.runs, Run(self.embed_proj[0], cost.judged.rows, 0, extra=gates)]
+        slots = cost.judged.rows / self.num_drafts * self.block_size
+        runs = [
+            *cost.runs,
+            Run(self.prefix_gru, slots, 0, extra=target.width),
+            Run(self.embed_proj[0], cost.judged.rows, 0, extra=target.width),
+        ]
         return replace(cost, runs=runs, judged=replace(cost.judged, layers=2))
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:

@@ -185,12 +185,24 @@ class Falcon(VocabularyDrafter):
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of two passes over all tokens, and of the logits of the predicted
-        tokens.
+        tokens, which are judged after each trained pass and read between the passes.
         """
-        judged = Judged(2 * batch.supervised, target.head.vocab_size, batch.supervised)
-        return StepCost(
-            [Run(self, batch.tokens, batch.length, 2, mask=batch.tokens * batch.length)], judged
+        trains_first = self.first_pass > 0
+        passes = Run(
+            self,
+            batch.tokens,
+            batch.length,
+            calls=2,
+            mask=batch.tokens * batch.length,
+            # The sum of the fused input and the LSTM's output.
+            extra=target.width,
+            stored_share=1.0 if trains_first else 0.5,
         )
+        other_rows = batch.tokens + batch.supervised * trains_first
+        judged = Judged(
+            batch.supervised, target.head.vocab_size, batch.supervised, other_rows=other_rows
+        )
+        return StepCost([passes], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None

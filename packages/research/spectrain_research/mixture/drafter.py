@@ -30,6 +30,7 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.fused_attention import fused_attention
@@ -164,6 +165,23 @@ class MixtureOfAttentions(SharedHeadDrafter):
         return self.lm_head(project_down(self.lm_down, hidden)).float().log_softmax(-1)
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Return the cost of the attention over layers for every layer that is read, and of the
+        other modules once over all tokens.
+        """
+        layers = len(self.read_layers)
+        runs = [
+            Run(self.layer_norm, layers * batch.tokens, 0),
+            Run(self.layer_attention, layers * batch.tokens, layers),
+        ]
+        mask = batch.tokens * batch.length
+        for name, part in self.named_children():
+            if name not in ("layer_norm", "layer_attention", *OUTPUT_LAYERS):
+                # Only the cross-attention has a mask.
+                is_masked = part is self.cross_attention
+                runs.append(Run(part, batch.tokens, batch.length, mask=mask * is_masked))
+        return StepCost(runs, self.judged_rows(batch, batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run every entry once, after a cut that lies a random number of draft steps before it."""

@@ -21,6 +21,7 @@ from spectrain.drafters.capabilities import Capabilities, OnePassCost, SavedFile
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
@@ -127,6 +128,21 @@ class SpecDec(Drafter):
     def stages(self) -> list[Stage]:
         """One stage on the input of the target's head; decoding needs no features."""
         return [Stage.single(self, ("final",), final_reach=0)]
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Return the cost of the network over all tokens and the drafts after every anchor, and of
+        the drafts' logits.
+        """
+        drafts = min(batch.supervised, batch.texts * self.num_anchors) * self.num_drafts
+        labels = 0 if self.divergence == "cross_entropy" else drafts
+        judged = Judged(
+            drafts,
+            target.head.vocab_size,
+            labels,
+            copies=2 if labels else 1,
+            other_rows=drafts,
+        )
+        return StepCost([Run(self.network, batch.tokens + drafts, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss of K drafts after every anchor, as far as the answer goes."""

@@ -23,6 +23,7 @@ from spectrain.drafters.layers.losses import acceptance_rate
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.step_cost import BatchShape, StepCost
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.models.kv_cache import TreeCache
@@ -106,6 +107,19 @@ class ViSpec(Eagle1):
         return spans.place_vectors(vectors, like)
 
     # Training
+
+    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
+        """Return the cost of EAGLE's layer. The adaptor runs over images, which a plan does not
+        count.
+        """
+        cost = super().step_cost(target, batch)
+        [layer] = cost.runs
+        runs = [
+            replace(layer, module=part, extra=layer.extra if part is self.fc else 0)
+            for part in self.children()
+            if part is not self.img_adaptor
+        ]
+        return replace(cost, runs=runs)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the layer; without images, the adaptor still takes part, because other
