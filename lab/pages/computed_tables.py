@@ -274,3 +274,26 @@ def format_spread(numbers: dict[str, Any], seeds: list[float]) -> str:
         "" if numbers["deviation"] is None else f" ({', '.join(f'{value:.2f}' for value in seeds)})"
     )
     return f"{numbers['mean']:.2f}{single}"
+
+
+def rule_table(result: dict[str, Any]) -> str:
+    """Return, for each recipe that was trained at several multiples of the rates of
+    `trainer.lr=auto`, tokens per forward at each of them, and how far the rule is from the best.
+    """
+    ends: dict[str, dict[float, float]] = {}
+    for row in result["rows"]:
+        rule, _, factor = row["rate"].partition("*")
+        if rule == "auto":
+            ends.setdefault(row["recipe"], {})[float(factor or 1)] = row["end"]
+    ends = {recipe: by_factor for recipe, by_factor in ends.items() if len(by_factor) > 1}
+    factors = sorted({factor for by_factor in ends.values() for factor in by_factor})
+    titles = ["recipe", *(f"x {factor:g}" for factor in factors), "rule against the best"]
+    rows = [
+        [
+            f"`{recipe}`",
+            *(f"{by_factor[factor]:.3f}" if factor in by_factor else "" for factor in factors),
+            f"{by_factor[1.0] / max(by_factor.values()) - 1:+.1%}",
+        ]
+        for recipe, by_factor in ends.items()
+    ]
+    return format_table(titles, rows)
