@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -53,6 +55,18 @@ def test_each_level_prints_its_share(
     assert sys.stdout is stream
     if "--json" in flags:
         assert json.loads(captured.out) == {"a": 1}
+
+
+def test_results_of_logged_work_go_to_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A comparison logs the scores that it is made of, a quiet one too."""
+    log = io.StringIO()
+    with command_output("quiet"):
+        with redirect_stdout(log):
+            work()
+        with result_output():
+            print("compared")
+    assert capsys.readouterr().out.splitlines() == ["compared"]
+    assert "table" in log.getvalue()
 
 
 def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
