@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.missing import explain_missing
+from spectrain.config.resolve import load_chosen
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
@@ -293,7 +294,7 @@ class Contest:
     def compose_settings(self, group: str, name: str) -> RunSpec:
         """Compose the settings of a run; tree and data are those of all runs."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        capabilities = load_family(group, name).capabilities
+        capabilities = load_chosen("drafter", f"{group}={name}").capabilities
         if capabilities.is_copier:
             # Copies cost nothing: a chain is best, or auto if the drafter knows how likely they
             # are.
@@ -425,7 +426,8 @@ def select_recipes(names: Any) -> list[str]:
     choices = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
 
     def trains_drafter(name: str) -> bool:
-        return not load_family("recipe", name).capabilities.is_acceptance_probe
+        drafter = load_chosen("drafter", f"recipe={name}")
+        return not drafter.capabilities.is_acceptance_probe
 
     if names == "all":
         return [name for name in choices if trains_drafter(name)]
@@ -444,12 +446,6 @@ def select_recipes(names: Any) -> list[str]:
                 f"acceptance={name} acceptance.path=RUN"
             )
     return list(dict.fromkeys(selected))
-
-
-def load_family(group: str, name: str) -> Any:
-    """Import the class of the drafter that a recipe or a choice of drafter names."""
-    node = compose("train", overrides=[f"{group}={name}"]).drafter
-    return GroupSpec.from_node("drafter", node).load_constructor()
 
 
 def override_key(override: str, depth: int = 1) -> str:

@@ -65,6 +65,12 @@ class TurnAnswer:
     text: str
     tokens: list[int]
 
+    @classmethod
+    def from_tokens(cls, target: Target, output: Sequence[int]) -> "TurnAnswer":
+        """Return the answer with these tokens, as the next turn repeats it."""
+        tokens = [token for token in output if token not in target.stop_ids]
+        return cls(str(target.tokenizer.decode(tokens)), tokens)
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -369,8 +369,7 @@ class Interleaving:
         target = self.decoder.target
         remaining = []
         for (prompt, answers), generation in zip(chats, generations):
-            tokens = [token for token in generation.output if token not in target.stop_ids]
-            answers = [*answers, TurnAnswer(str(target.tokenizer.decode(tokens)), tokens)]
+            answers = [*answers, TurnAnswer.from_tokens(target, generation.output)]
             if len(answers) >= prompt.num_answers:
                 continue
             if len(prompt.tokenize_for(target, answers)) + self.max_new_tokens > target.max_length:

@@ -18,7 +18,14 @@ from omegaconf import OmegaConf
 
 from .build import GroupSpec, Layer, to_containers
 from .check import check_config
-from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
+from .choices import (
+    choice_files,
+    list_constructors,
+    list_folders,
+    load_schema,
+    load_yaml,
+    select_choices,
+)
 from .grouped import flatten_groups, flatten_settings
 from .settings_file import SettingsFile
 
@@ -183,3 +190,12 @@ def default_group(group: str) -> GroupSpec:
     node = to_containers(OmegaConf.create(load_yaml(path))) if path is not None else {}
     node = flatten_settings(group, node)
     return GroupSpec.from_node(group, node, dict.fromkeys(map(setting_name, node), "config"))
+
+
+def load_chosen(group: str, word: str) -> Any:
+    """Import the constructor of a group that one word of a training chooses, as the drafter of
+    recipe=eagle3.
+    """
+    folders = [f"--config-dir={folder}" for folder in list_folders()]
+    choice = select_choices(load_schema("train"), [*folders, word])[group]
+    return GroupSpec(group, choice).load_constructor()

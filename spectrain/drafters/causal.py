@@ -123,8 +123,7 @@ class Causal(Drafter):
         features = self.model.run(batch.tokens, batch.plan_forward(plan))
         states = features.at_layer("final")[predicts]
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
-        distance = batch.at_next_token(batch.tokens_past_error)
-        weight = batch.at_next_token(batch.weight)
+        rows = batch.row_loss(predicts)
         drafter_head, target_head = (
             head.projection.select_entries(slice(self.vocab_size)).at_temperature(
                 self.loss_temperature
@@ -138,9 +137,9 @@ class Causal(Drafter):
             drafter_head,
             next_tokens,
             log_probs,
-            distance,
+            rows,
             self.beta,
-            weight,
+            rows.weight,
         )
         hits = (judged.predictions == judged.labels).sum()[None].float()
         terms: dict[str, Tensor] = {self.divergence: judged.loss}

@@ -1,5 +1,6 @@
 """Batches of tokenised conversations. Shapes: B batch, T tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,30 @@ class DraftTerm(Protocol):
 
 
 @dataclass(frozen=True)
+class RowLoss:
+    """How a source of batches weighs and compares supervised rows [R], beside the drafter's own
+    loss.
+    """
+
+    # [R] weight of every row; None weighs all rows 1.
+    weight: Tensor | None = None
+    # Divergence [R] of log p and log q [R, V] and the `inputs`, in place of the drafter's own loss;
+    # None keeps that.
+    divergence: Callable[..., Tensor] | None = None
+    # [R] each.
+    inputs: tuple[Tensor, ...] = ()
+
+    def select_rows(self, rows: Tensor) -> "RowLoss":
+        """Return the loss of the rows with these indices, which may repeat."""
+        weight = None if self.weight is None else self.weight[rows]
+        return replace(self, weight=weight, inputs=tuple(part[rows] for part in self.inputs))
+
+
+PLAIN_ROWS = RowLoss()
+"""Rows with the drafter's own loss."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """Conversations as tokens: padded rows of one conversation each, or one packed row without
     padding.
@@ -46,13 +71,8 @@ class Batch:
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
     # Features that the source added, for a drafter that names layers.
     features: Features | None = None
-    # [B, T] tokens from the first wrong token of a replayed draft to each token; -1 where the token
-    # was accepted.
-    tokens_past_error: Tensor | None = None
     # Lengths of the documents of a packed batch, in order; None for a padded batch.
     lengths: tuple[int, ...] | None = None
-    # [B, T] loss weight of every token of replayed drafts; None weighs all tokens 1.
-    weight: Tensor | None = None
     # Of each document, the only tokens that carry loss: the first of them and the one after the
     # last. None if any may.
     loss_windows: tuple[tuple[int, int], ...] | None = None
@@ -146,6 +166,18 @@ class Batch:
         `draft_ids` [V] holds the draft vocabulary.
         """
         return None
+
+    def row_loss(self, is_predicted: Tensor) -> RowLoss:
+        """Return how the rows are weighed and compared whose next tokens `is_predicted` [B, T]
+        marks; a plain batch leaves that to the drafter.
+        """
+        return PLAIN_ROWS
+
+    def list_drafted_documents(self) -> list[bool]:
+        """Tell of every document whether it ends with a draft that was rejected, so that its
+        supervised tokens were drafted after one root; none of a plain batch does.
+        """
+        return [False] * (self.tokens.shape[0] if self.lengths is None else len(self.lengths))
 
     def split_documents(self) -> list[tuple[Tensor, Tensor]]:
         """Return tokens and loss mask [T] of every document on the CPU, padding included."""

@@ -31,6 +31,8 @@ class Output:
     as_json: bool = False
     # The stream of results, where another one stands in for it.
     results: TextIO | None = None
+    # That other one.
+    hidden: TextIO | None = None
 
 
 _output = Output()
@@ -62,8 +64,8 @@ def command_output(level: Level, as_json: bool = False, has_results: bool = True
     global _output
     before = _output
     is_muted = as_json or (level == "quiet" and has_results)
-    _output = Output(level, as_json, sys.stdout if is_muted else None)
     stream = sys.stderr if as_json and level != "quiet" else io.StringIO()
+    _output = Output(level, as_json, sys.stdout if is_muted else None, stream)
     try:
         if _output.results is None:
             yield
@@ -76,8 +78,11 @@ def command_output(level: Level, as_json: bool = False, has_results: bool = True
 
 @contextmanager
 def result_output() -> Iterator[None]:
-    """Print what is inside of the block even where a command is quiet; it is a result."""
-    if _output.results is None or _output.as_json:
+    """Print what is inside of the block even where a command is quiet; it is a result. What goes
+    to a log, as the scores of a comparison, still goes there.
+    """
+    is_logged = sys.stdout is not _output.hidden
+    if _output.results is None or _output.as_json or is_logged:
         yield
         return
     with redirect_stdout(_output.results):

@@ -1,5 +1,6 @@
 """Scoring of a drafter, in its run folder or next to its directory."""
 
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -112,14 +113,26 @@ def score(
             f"chat template: the drafter was trained with {describe_template(trained_with)}, and "
             f"is scored with {describe_template(target.template.facts())}"
         )
-    # A folder that cannot be written raises an error before anything is decoded.
-    with atomic_write(folder, folder=True) as scratch, spec.eval.without_downloads():
-        summary: dict[str, Any] = evaluation.score(
-            make_candidate(spec, run, target, drafter, dataset, scratch), scratch
+    with spec.eval.without_downloads():
+        summary = write_score(
+            folder,
+            lambda scratch: evaluation.score(
+                make_candidate(spec, run, target, drafter, dataset, scratch), scratch
+            ),
         )
+    tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
+    return summary
+
+
+def write_score(folder: Path, measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Let `measure` score into a new folder, which then stands at `folder`; an earlier score there
+    gets another name. Return the content of summary.json.
+    """
+    # A folder that cannot be written raises an error before anything is decoded or requested.
+    with atomic_write(folder, folder=True) as scratch:
+        summary = measure(scratch)
         archive_earlier(folder)
     print(f"written to {folder}")
-    tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
     return summary
 
 

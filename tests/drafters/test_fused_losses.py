@@ -3,7 +3,7 @@ at a time.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -22,12 +22,12 @@ from spectrain.drafters.base import Drafter, Losses, TrainingState, stage_at
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, split_loss
+from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, forward_kl
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.features.base import BatchRequest
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, RowLoss
 from spectrain.features.live_source import LiveSource
 from spectrain.kernels import linear_divergence as fused
 from spectrain.models.attention import ATTENTION_NAME
@@ -77,11 +77,26 @@ def add_noise(module: Any, size: float) -> None:
             parameter.add_(size * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
 
 
+@dataclass(frozen=True)
+class DistantBatch(Batch):
+    """A batch whose rows have a divergence of their own, which reads their distance [B, T]."""
+
+    distance: Tensor = field(kw_only=True)
+
+    def row_loss(self, is_predicted: Tensor) -> RowLoss:
+        return RowLoss(None, decay_kl, (self.distance.roll(-1, dims=1)[is_predicted],))
+
+
+def decay_kl(log_p: Tensor, log_q: Tensor, distance: Tensor) -> Tensor:
+    """Return forward KL that decays with the distance of a row."""
+    return 0.8 ** distance.clamp(min=0) * forward_kl(log_p, log_q)
+
+
 def make_batch(
-    drafter: Drafter, target: Target, stage: int = 0, replayed: bool = False, length: int = 20
+    drafter: Drafter, target: Target, stage: int = 0, is_distant: bool = False, length: int = 20
 ) -> Batch:
-    """Make sequences of unequal length, supervised in two spans or all along; in replays some
-    tokens follow a wrong one.
+    """Make sequences of unequal length, supervised in two spans or all along, with the
+    drafter's own loss or another one.
     """
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [
@@ -92,11 +107,15 @@ def make_batch(
     batch = LiveSource().make_batch(
         BatchRequest(data[[0, 1, 2]], target, drafter.stages[stage].layers)
     )
-    return (
-        replace(batch, tokens_past_error=torch.randint(-1, 4, batch.tokens.shape))
-        if replayed
-        else batch
-    )
+    if not is_distant:
+        return batch
+    distance = torch.randint(-1, 4, batch.tokens.shape)
+    return DistantBatch(batch.tokens, batch.loss_mask, batch.features, distance=distance)
+
+
+def read_distance(batch: Batch) -> Tensor | None:
+    """Return the distance [B, T] of every token; None where the drafter's own loss counts."""
+    return batch.distance if isinstance(batch, DistantBatch) else None
 
 
 # The same losses by full matrices
@@ -105,9 +124,9 @@ def make_batch(
 def compute_row_losses(
     name: str, log_p: Tensor, log_q: Tensor, tokens: Tensor, distance: Tensor | None = None
 ) -> Tensor:
-    """Compute losses [R] by name, or the split loss of replays."""
+    """Compute losses [R] by name, or those of rows with a distance."""
     if distance is not None:
-        return split_loss(log_p, log_q, distance)
+        return decay_kl(log_p, log_q, distance)
     return (
         -log_q.gather(-1, tokens[:, None])[:, 0]
         if name == "cross_entropy"
@@ -132,9 +151,8 @@ def compute_step_loss(
     tokens = batch.tokens[:, 2 + step :][mask]
     ids = drafter.draft_ids
     logits = logits[:, 1 + step : 1 + step + end][mask]
-    distance = (
-        None if batch.tokens_past_error is None else batch.tokens_past_error[:, 2 + step :][mask]
-    )
+    distances = read_distance(batch)
+    distance = None if distances is None else distances[:, 2 + step :][mask]
     best = (
         tokens if drafter.divergence == "cross_entropy" and distance is None else logits.argmax(-1)
     )
@@ -234,7 +252,8 @@ def compute_next_token_losses(
     mask = batch.loss_mask[:, 1:]
     log_p, log_q = (x[:, :-1][mask].log_softmax(-1) for x in (logits, drafter_logits))
     tokens = batch.tokens[:, 1:][mask]
-    distance = None if batch.tokens_past_error is None else batch.tokens_past_error[:, 1:][mask]
+    distances = read_distance(batch)
+    distance = None if distances is None else distances[:, 1:][mask]
     losses = compute_row_losses(drafter.divergence, log_p, log_q, tokens, distance)
     best = (
         tokens if drafter.divergence == "cross_entropy" and distance is None else log_p.argmax(-1)
@@ -412,17 +431,17 @@ def test_loss_and_gradients_equal_those_of_whole_matrices(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "total_variation"])
-@pytest.mark.parametrize("family", ["eagle3", "medusa", "causal", *CASES.get("replayed", ())])
-def test_split_loss_of_replays_equals_that_of_full_matrices(
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "causal", *CASES.get("distant", ())])
+def test_another_loss_of_rows_equals_that_of_full_matrices(
     target: Target, family: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft-OPD's loss is equal, whatever loss the family has otherwise."""
+    """A loss that the source of the batch sets is equal, whatever loss the family has."""
     kind, reference, options = FAMILIES[family]
     drafter = make_drafter(kind, target, **options, loss=loss)
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     add_noise(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK_ROWS", CHUNK)
-    check_equal(drafter, reference, make_batch(drafter, target, replayed=True), target)
+    check_equal(drafter, reference, make_batch(drafter, target, is_distant=True), target)
 
 
 @pytest.mark.sweep(6, free=("chunk", "name"))

@@ -17,7 +17,6 @@ from spectrain.drafters.layers.losses import (
     jensen_shannon,
     lk_hybrid,
     reverse_kl,
-    split_loss,
     top_k_loss,
     total_variation,
 )
@@ -237,24 +236,6 @@ def test_curvature_near_equality_is_the_same_for_every_beta(beta: float) -> None
     quadratic = (step**2 / p).sum(-1) / 2
     for loss in (forward_kl, reverse_kl, lambda left, right: jensen_shannon(left, right, beta)):
         torch.testing.assert_close(loss(p.log(), (p + step).log()), quadratic, rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("decay", [0.8, 0.5, 1.0])
-def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
-    """The loss is half of forward KL on accepted rows and half of decay^k reverse KL on row k
-    after the first wrong token.
-    """
-    log_p, log_q = draw_log_probs()
-    distance = torch.tensor([-1, 0, 1, 5, -1])
-    expected = []
-    for p, q, k in zip(log_p.exp(), log_q.exp(), distance.tolist(), strict=True):
-        expected.append(0.5 * compute_kl(p, q) if k < 0 else 0.5 * decay**k * compute_kl(q, p))
-    torch.testing.assert_close(split_loss(log_p, log_q, distance, decay), torch.stack(expected))
-    assert torch.equal(split_loss(log_p, log_q, distance), split_loss(log_p, log_q, distance, 0.8))
-    assert torch.autograd.gradcheck(
-        lambda logits: split_loss(log_p, logits.log_softmax(-1), distance, decay),
-        log_q.requires_grad_(True),
-    )
 
 
 def test_target_rows_that_share_an_answer_are_computed_once() -> None:

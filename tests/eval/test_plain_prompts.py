@@ -77,7 +77,7 @@ def test_plain_text_is_continued_without_a_template(base: Target, tmp_path: Path
 
 def test_trees_are_calibrated_without_a_template(base: Target, tmp_path: Path) -> None:
     """The conversations that ship are plain text to a target without a chat template."""
-    prompts = Evaluation(calibration_limit=2)._calibration_prompts(base)
+    prompts = Evaluation(calibration_limit=2).calibration_prompts(base)
     assert len(prompts) == 2 and all(prompts)
 
 

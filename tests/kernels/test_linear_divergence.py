@@ -21,7 +21,6 @@ from spectrain.drafters.layers.losses import (
     forward_kl,
     get_divergence,
     jensen_shannon,
-    split_loss,
 )
 from spectrain.kernels.linear_divergence import (
     DivergenceResult,
@@ -179,21 +178,26 @@ def test_empty_input_has_zero_loss(name: str) -> None:
     assert all(gradient.eq(0).all() for gradient in case.gradients(result.loss))
 
 
+def decay_kl(log_p: Tensor, log_q: Tensor, distance: Tensor) -> Tensor:
+    """Return forward KL that decays with the distance of a row."""
+    return 0.8 ** distance.clamp(min=0) * forward_kl(log_p, log_q)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
-    """Draft-OPD's split loss, which reads each row's distance, equals the unfused one."""
+    """A divergence that reads the distance of each row equals the unfused one."""
     case = Case()
     distance = torch.tensor([-1, 0, 2, -1, 5, 1, -1])
     result = linear_divergence(
         case.hidden,
         case.head,
         case.head_target(False),
-        split_loss,
+        decay_kl,
         per_row=(distance,),
         chunk=chunk,
     )
     log_p = case.log_p(False)
-    assert_agrees(case, result, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
+    assert_agrees(case, result, decay_kl(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -294,7 +298,7 @@ def test_total_entropy_equals_the_sum_over_rows(chunk: int) -> None:
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
-@pytest.mark.parametrize("name", [*NAMES, "split"])
+@pytest.mark.parametrize("name", [*NAMES, "per_row"])
 def test_blocks_of_a_chunk_change_nothing(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,9 +311,9 @@ def test_blocks_of_a_chunk_change_nothing(
     results = []
     for size in (1 << 16, block):
         monkeypatch.setattr("spectrain.kernels.linear_divergence.CPU_BLOCK_LOGITS", size)
-        if name == "split":
+        if name == "per_row":
             result = linear_divergence(
-                case.hidden, case.head, case.head_target(False), split_loss, weight, (distance,)
+                case.hidden, case.head, case.head_target(False), decay_kl, weight, (distance,)
             )
         else:
             result = compute_fused(case, name, row_weight=weight, chunk=5)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_a_command_that_prints_results_only_is_not_muted(
     monkeypatch.setattr(sys, "argv", ["spectrain", "recipes", "eagle3"])
     cli.main()
     assert "recipe=eagle3" in capsys.readouterr().out
+
+
+def test_results_of_logged_work_go_to_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A comparison logs the scores that it is made of, a quiet one too."""
+    log = io.StringIO()
+    with command_output("quiet"):
+        with redirect_stdout(log):
+            work()
+        with result_output():
+            print("compared")
+    assert capsys.readouterr().out.splitlines() == ["compared"]
+    assert "table" in log.getvalue()
 
 
 def test_the_environment_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,17 +135,12 @@ def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
     positions = []
     sizes = []
     start = 0
-    tokens_past_error = (
-        torch.full_like(batch.tokens, -1)
-        if batch.tokens_past_error is None
-        else batch.tokens_past_error
-    )
-    for (tokens, mask), distances in zip(
-        batch.split_documents(), batch.split_values(tokens_past_error), strict=True
+    for (tokens, mask), is_drafted in zip(
+        batch.split_documents(), batch.list_drafted_documents(), strict=True
     ):
         # The first token is no anchor, because no features precede it.
         candidates = mask[2:].nonzero()[:, 0] + 1
-        if (distances >= 0).any():
+        if is_drafted:
             candidates = candidates[~mask[candidates]]
         source = sequence_generator(ANCHORS, seed, tokens, step)
         sampled = (

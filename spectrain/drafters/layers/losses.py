@@ -15,6 +15,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from spectrain.features.batch import PLAIN_ROWS, RowLoss
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
 from spectrain.kernels.row_kl import TargetLogits
 
@@ -108,19 +109,6 @@ def get_divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]
     return partial(jensen_shannon, beta=beta) if name == "jensen_shannon" else DIVERGENCES[name]
 
 
-def split_loss(
-    log_p: Tensor, log_q: Tensor, tokens_past_error: Tensor, decay: float = 0.8
-) -> Tensor:
-    """Return the loss of Draft-OPD: KL(p || q) / 2 of accepted drafts, and decay^k KL(q || p) / 2
-    of rejected ones.
-
-    `tokens_past_error` [R] is k, the number of tokens from the first wrong one, and p the target's
-    distribution after the drafted tokens.
-    """
-    rejected = decay ** tokens_past_error.clamp(min=0) * reverse_kl(log_p, log_q)
-    return 0.5 * torch.where(tokens_past_error < 0, forward_kl(log_p, log_q), rejected)
-
-
 def top_k_loss(log_p: Tensor, log_q: Tensor, count: int = 10) -> Tensor:
     """Return -sum of p log q over the `count` most likely tokens of p (HASS, Zhang et al., 2024,
     section 3.1).
@@ -137,7 +125,7 @@ def head_loss(
     head: Projection,
     tokens: Tensor,
     target_log_probs: Callable[[slice], Tensor] | None,
-    tokens_past_error: Tensor | None = None,
+    rows: RowLoss = PLAIN_ROWS,
     beta: float = 0.5,
     row_weight: Tensor | None = None,
 ) -> DivergenceResult:
@@ -145,13 +133,13 @@ def head_loss(
     labels [R].
 
     The loss is the cross-entropy of `tokens` [R], or a divergence from `target_log_probs`, which
-    returns log p [r, V] of a slice of rows. Replayed drafts, which have `tokens_past_error` [R],
-    always have the split loss.
+    returns log p [r, V] of a slice of rows. The divergence of `rows`, if they have one, is taken in
+    place of the named loss.
     """
-    if tokens_past_error is not None:
+    if rows.divergence is not None:
         assert target_log_probs is not None
         return linear_divergence(
-            hidden, head, target_log_probs, split_loss, row_weight, (tokens_past_error,)
+            hidden, head, target_log_probs, rows.divergence, row_weight, rows.inputs
         )
     if name == "cross_entropy":
         return linear_divergence(hidden, head, tokens, None, row_weight)

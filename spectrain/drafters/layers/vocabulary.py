@@ -190,7 +190,7 @@ class Supervision:
     draft steps.
 
     A label is the target's distribution, from its `final` features, or for cross_entropy the token
-    of the data. Replayed drafts have Draft-OPD's split loss.
+    of the data. A source of batches may weigh and compare rows in its own way.
     """
 
     def __init__(
@@ -210,15 +210,12 @@ class Supervision:
         self.row_index[is_predicted] = torch.arange(
             int(is_predicted.sum()), device=batch.tokens.device
         )
-        self.tokens_past_error, self.weight = (
-            None if part is None else part.roll(-1, dims=1)[is_predicted]
-            for part in (batch.tokens_past_error, batch.weight)
-        )
+        self.rows = batch.row_loss(is_predicted)
         self.target_log_probs: TargetLogProbs | None = None
         if (
             drafter.divergence == "cross_entropy"
             and label_source == "data"
-            and self.tokens_past_error is None
+            and self.rows.divergence is None
         ):
             self.labels = batch.tokens.roll(-1, dims=1)[is_predicted]
         else:
@@ -327,17 +324,12 @@ class Supervision:
         """Return the summed loss, predictions and labels of states [R, D] under any output layer
         over the draft vocabulary.
         """
-        row_weights = (
-            self.in_vocabulary if self.weight is None else self.in_vocabulary * self.weight
-        )
-        weight = (
-            row_weights[label_index]
-            if row_weight is None
-            else row_weights[label_index] * row_weight
-        )
-        tokens_past_error = (
-            None if self.tokens_past_error is None else self.tokens_past_error[label_index]
-        )
+        rows = self.rows.select_rows(label_index)
+        weight = self.in_vocabulary[label_index]
+        if rows.weight is not None:
+            weight = weight * rows.weight
+        if row_weight is not None:
+            weight = weight * row_weight
         target_log_probs = (
             None
             if self.target_log_probs is None
@@ -349,6 +341,6 @@ class Supervision:
             head,
             self.label_ids[label_index],
             target_log_probs,
-            tokens_past_error,
+            rows,
             row_weight=weight,
         )

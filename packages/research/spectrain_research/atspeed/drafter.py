@@ -77,7 +77,7 @@ class AtSpeed(Causal):
         plan = ForwardPlan(("final",), grad=torch.is_grad_enabled(), recompute=state.recompute)
         features = self.model.run(batch.tokens, batch.plan_forward(plan))
         states = features.at_layer("final")[predicts]
-        weight = batch.at_next_token(batch.weight)
+        weight = batch.row_loss(predicts).weight
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         head, target_head = (
             part.projection.select_entries(slice(self.vocab_size))

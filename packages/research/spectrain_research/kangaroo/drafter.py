@@ -107,8 +107,7 @@ class Kangaroo(SelfDrafter):
         states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         head = self.head.projection
-        tokens_past_error = batch.at_next_token(batch.tokens_past_error)
-        weight = batch.at_next_token(batch.weight)
+        rows = batch.row_loss(predicts)
         target_log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
         result = head_loss(
             self.divergence,
@@ -116,8 +115,8 @@ class Kangaroo(SelfDrafter):
             head,
             following,
             target_log_probs,
-            tokens_past_error,
-            row_weight=weight,
+            rows,
+            row_weight=rows.weight,
         )
         hits = (result.predictions == result.labels).sum()[None].float()
         return Losses({self.divergence: result.loss}, hits, torch.full_like(hits, len(following)))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.features.batch import Batch, collate, pad_or_pack
+from spectrain.drafters.layers.losses import forward_kl, reverse_kl
+from spectrain.features.batch import Batch, RowLoss, collate, pad_or_pack
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
@@ -65,7 +66,47 @@ class BranchedAnswer:
 
 
 @dataclass(frozen=True)
-class BranchedBatch(Batch):
+class ReplayBatch(Batch):
+    """A batch of replays, whose tokens have Draft-OPD's loss."""
+
+    # [B, T] tokens from the first wrong token of a replayed draft to each token; NOT_PAST_ERROR
+    # where the token was accepted.
+    tokens_past_error: Tensor = field(kw_only=True)
+    # [B, T] loss weight of every token; None weighs all tokens 1.
+    weight: Tensor | None = None
+
+    def row_loss(self, is_predicted: Tensor) -> RowLoss:
+        """Return the split loss of the rows, with their weights."""
+        distance, weight = (
+            None if part is None else part.roll(-1, dims=1)[is_predicted]
+            for part in (self.tokens_past_error, self.weight)
+        )
+        assert distance is not None
+        return RowLoss(weight, split_loss, (distance,))
+
+    def list_drafted_documents(self) -> list[bool]:
+        """Tell of every document whether a token of it follows a wrong one."""
+        return [
+            bool((distances != NOT_PAST_ERROR).any())
+            for distances in self.split_values(self.tokens_past_error)
+        ]
+
+
+def split_loss(
+    log_p: Tensor, log_q: Tensor, tokens_past_error: Tensor, decay: float = 0.8
+) -> Tensor:
+    """Return the loss of Draft-OPD: KL(p || q) / 2 of accepted drafts, and decay^k KL(q || p) / 2
+    of rejected ones.
+
+    `tokens_past_error` [R] is k, the number of tokens from the first wrong one, and p the target's
+    distribution after the drafted tokens.
+    """
+    rejected = decay ** tokens_past_error.clamp(min=0) * reverse_kl(log_p, log_q)
+    return 0.5 * torch.where(tokens_past_error < 0, forward_kl(log_p, log_q), rejected)
+
+
+@dataclass(frozen=True)
+class BranchedBatch(ReplayBatch):
     """A batch of answers with side branches."""
 
     position_ids: Tensor = field(kw_only=True)  # [B, T] position of every token in its text
@@ -269,7 +310,9 @@ def make_windows(
     return windows
 
 
-def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
+def collate_replays(
+    replays: list[Replay], packed: bool = False, balanced: bool = False
+) -> ReplayBatch:
     """Collate replays into one batch, padded on the right or packed."""
     batch = collate([replay.example for replay in replays], packed)
     weight = (
@@ -282,7 +325,13 @@ def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool 
         packed,
         padding=NOT_PAST_ERROR,
     )
-    return replace(batch, tokens_past_error=tokens_past_error, weight=weight)
+    return ReplayBatch(
+        batch.tokens,
+        batch.loss_mask,
+        lengths=batch.lengths,
+        tokens_past_error=tokens_past_error,
+        weight=weight,
+    )
 
 
 def collate_branched(

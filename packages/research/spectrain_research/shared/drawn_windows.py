@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from spectrain.features.batch import Batch
+from spectrain.features.batch import PLAIN_ROWS, Batch, RowLoss
 from spectrain.kernels.linear_divergence import Projection, linear_divergence
 
 
@@ -22,6 +22,14 @@ class WindowBatch(Batch):
 
     # [B, T] reward of a sampled token's draft beyond the expected reward; 0 at other tokens.
     advantage: Tensor = field(kw_only=True)
+    # [B, T] weight of every token in the drafter's own loss; None weighs all tokens 1.
+    weight: Tensor | None = None
+
+    def row_loss(self, is_predicted: Tensor) -> RowLoss:
+        """Return the weights of the rows, which have the drafter's own loss."""
+        if self.weight is None:
+            return PLAIN_ROWS
+        return RowLoss(self.weight.roll(-1, dims=1)[is_predicted])
 
     def text_terms(
         self, states: Tensor, head: Projection, next_tokens: Tensor

@@ -21,11 +21,9 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layers.losses import split_loss
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
-from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
@@ -47,6 +45,7 @@ from spectrain_research.shared.draft_replay import (
     DraftRecorder,
     DraftWindow,
     Replay,
+    ReplayBatch,
     collate_branched,
     collate_replays,
     collate_windows,
@@ -54,10 +53,12 @@ from spectrain_research.shared.draft_replay import (
     make_unbranched,
     make_windows,
     select_replays,
+    split_loss,
 )
 from tests.decoding.rounds import begun
 from tests.drafters.blocks import block_states
 from tests.drafters.forced import shaken
+from tests.drafters.test_losses import compute_kl, draw_log_probs
 
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]
 # whatever the drafter's own loss is, replayed drafts are judged by the split one
@@ -73,6 +74,27 @@ class RecordingChain(Chain):
 
     def observe(self, round: RoundResult) -> None:
         self.results.append(round)
+
+
+# The loss
+
+
+@pytest.mark.parametrize("decay", [0.8, 0.5, 1.0])
+def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
+    """The loss is half of forward KL on accepted rows and half of decay^k reverse KL on row k
+    after the first wrong token.
+    """
+    log_p, log_q = draw_log_probs()
+    distance = torch.tensor([-1, 0, 1, 5, -1])
+    expected = []
+    for p, q, k in zip(log_p.exp(), log_q.exp(), distance.tolist(), strict=True):
+        expected.append(0.5 * compute_kl(p, q) if k < 0 else 0.5 * decay**k * compute_kl(q, p))
+    torch.testing.assert_close(split_loss(log_p, log_q, distance, decay), torch.stack(expected))
+    assert torch.equal(split_loss(log_p, log_q, distance), split_loss(log_p, log_q, distance, 0.8))
+    assert torch.autograd.gradcheck(
+        lambda logits: split_loss(log_p, logits.log_softmax(-1), distance, decay),
+        log_q.requires_grad_(True),
+    )
 
 
 # The recorder
@@ -198,9 +220,9 @@ def test_collate_pads_on_the_right() -> None:
         [False] * 2 + [True] * 3 + [False] * 4,
         BY_HAND[1].example.mask,
     ]
-    assert batch.tokens_past_error is not None
     assert batch.tokens_past_error.tolist() == [[NOT_PAST_ERROR] * 9, BY_HAND[1].tokens_past_error]
-    assert batch.to("cpu").tokens_past_error is not None and batch.num_supervised == 10
+    moved = batch.to("cpu")
+    assert isinstance(moved, ReplayBatch) and moved.num_supervised == 10
 
 
 # Learning from them
@@ -215,7 +237,7 @@ def make_drafter(family: str, shallow: Target, loss: Any = "forward_kl") -> Draf
     return drafter
 
 
-def replay_drafts(shallow: Target, drafter: Drafter) -> Batch:
+def replay_drafts(shallow: Target, drafter: Drafter) -> ReplayBatch:
     """Real drafts of a decoding, at least one of them rejected, with the target's features."""
     recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
@@ -225,17 +247,10 @@ def replay_drafts(shallow: Target, drafter: Drafter) -> Batch:
         for replay in select_replays(item, rounds, 2, Random(0))
     ]
     batch = collate_replays(result)
-    assert (
-        batch.tokens_past_error is not None
-        and (batch.tokens_past_error >= 1).any()
-        and (batch.tokens_past_error == NOT_PAST_ERROR).any()
-    )
-    return Batch(
-        batch.tokens,
-        batch.loss_mask,
-        shallow.features(batch.tokens, drafter.stages[0].layers),
-        batch.tokens_past_error,
-    )
+    assert (batch.tokens_past_error >= 1).any()
+    assert (batch.tokens_past_error == NOT_PAST_ERROR).any()
+    features = shallow.features(batch.tokens, drafter.stages[0].layers)
+    return replace(batch, features=features)
 
 
 def next_logits(model: Target, text: list[int]) -> Tensor:
@@ -252,7 +267,6 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
     drafter = make_drafter("causal", shallow, loss)
     assert isinstance(drafter, Causal)
     batch = replay_drafts(shallow, drafter)
-    assert batch.tokens_past_error is not None
     total = torch.zeros(())
     hits = 0
     for b, t in batch.loss_mask.nonzero().tolist():
@@ -371,11 +385,9 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
     assert isinstance(drafter, Eagle3)
     batch = replay_drafts(shallow, drafter)
     supervision = Supervision(drafter, batch)
-    assert (
-        batch.tokens_past_error is not None
-        and supervision.tokens_past_error is not None
-        and supervision.target_log_probs is not None
-    )
+    (distance,) = supervision.rows.inputs
+    assert supervision.rows.divergence is split_loss
+    assert supervision.target_log_probs is not None
     log_p = supervision.target_log_probs(slice(0, len(supervision.labels)))
     indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(log_p) == len(indices)
@@ -385,7 +397,7 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
             log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3
         )
         assert int(supervision.labels[row]) == int(logits.argmax())
-        assert int(supervision.tokens_past_error[row]) == int(batch.tokens_past_error[b, t])
+        assert int(distance[row]) == int(batch.tokens_past_error[b, t])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -398,7 +410,6 @@ def test_eagle3_loss_equals_brute_force(
     drafter = make_drafter("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
     batch = replay_drafts(shallow, drafter)
-    assert batch.tokens_past_error is not None
     judged: list[Tensor] = []
     judge = Supervision.judge_states
 
@@ -468,7 +479,7 @@ def test_replayed_batches_train(shallow: Target, family: str) -> None:
     batch = GeneratedSource(1.0, "replay", max_new_tokens=12, block=3, seed=2).make_batch(
         BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers, step=0, drafter=drafter)
     )
-    assert batch.tokens_past_error is not None and int(batch.tokens_past_error.max()) in (0, 1, 2)
+    assert int(batch.tokens_past_error.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [
         row[:5] for row in rows
     ] and not batch.loss_mask[:, :5].any()
@@ -897,7 +908,7 @@ def test_balanced_weights_give_half_to_rejected_tokens(shallow: Target, family: 
         for (t, m), d in zip(batch.split_documents(), batch.tokens_past_error)
     ]  # type: ignore[arg-type]
     balanced = collate_replays(result, balanced=True)
-    assert balanced.weight is not None and batch.tokens_past_error is not None
+    assert balanced.weight is not None
     for item, distance, weight in zip(result, batch.tokens_past_error, balanced.weight):
         supervised = torch.tensor(item.example.mask)
         for kind in (

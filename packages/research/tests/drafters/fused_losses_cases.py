@@ -94,6 +94,6 @@ CASES: dict[str, Any] = {
         "kangaroo": (Kangaroo, compute_kangaroo_losses, {"exit_layer": 2}),
         "gated_lora": (GatedLora, compute_gated_lora_losses, {"num_masks": 3}),
     },
-    "replayed": ["hydra", "kangaroo"],
+    "distant": ["hydra", "kangaroo"],
     "modules_with_chunks": [ctc],
 }

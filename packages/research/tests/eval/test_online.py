@@ -27,7 +27,9 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
-from spectrain.features.batch import Batch, collate
+from spectrain.eval.pipeline import run_pipeline
+from spectrain.eval.run import EngineAnswers
+from spectrain.features.batch import collate
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -272,12 +274,7 @@ def test_an_update_is_a_clipped_step_on_the_mean_loss(
             [make_example(generation, learn == "corrections") for generation, _ in answers]
         )
     assert len(batch.tokens) > 4  # more than are taken at once
-    batch = Batch(
-        batch.tokens,
-        batch.loss_mask,
-        shallow.features(batch.tokens, ("final",)),
-        batch.tokens_past_error,
-    )
+    batch = replace(batch, features=shallow.features(batch.tokens, ("final",)))
     (other.train().loss(batch, shallow, TrainingState()).total / batch.num_supervised).backward()
     for clipped in (False, True):
         if clipped:
@@ -347,7 +344,9 @@ def test_learning_starts_from_the_weights_as_saved(shallow_folder: Path, tmp_pat
     )
     (online, *_) = parts = evaluation.extensions()
     assert isinstance(online, Online)
-    evaluation._prepare(candidate, parts)
+    engine = EngineAnswers(evaluation, candidate, tmp_path)
+    engine.views = parts
+    engine.prepare()
     names = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
     rounded = copy_weights(drafter)
     assert rounded[names[0]].dtype == torch.bfloat16 and not torch.equal(
@@ -375,15 +374,6 @@ def score_learning(
         baselines=(),
         **{**QUICK, **options},
     )
-    systems: list[Any] = []
-    prepare = evaluation._make_systems
-
-    def record_systems(*arguments: Any) -> Any:
-        result = prepare(*arguments)
-        systems.extend(result[0])
-        return result
-
-    evaluation._make_systems = record_systems  # type: ignore[method-assign]
     drafter = make_drafter(shallow)
     candidate = Candidate(
         shallow,
@@ -393,8 +383,9 @@ def score_learning(
         SETTING,
         save_learned=lambda learned: saved.append(copy_weights(learned)),
     )
-    summary = evaluation.score(candidate, folder / "out")
-    return summary, systems[-1].drafter, drafter
+    engine = EngineAnswers(evaluation, candidate, folder / "out")
+    summary = run_pipeline(evaluation, engine, folder / "out")
+    return summary, engine.decoding.systems[-1].drafter, drafter
 
 
 def rounds_of(folder: Path, system: str) -> list[tuple[Any, ...]]:

@@ -26,7 +26,7 @@ from spectrain.training.validation import evaluation_mode
 from spectrain.trees import Chain
 from spectrain_research.on_policy.interleaved import InterleavedSampling
 from spectrain_research.on_policy.source import GeneratedSource
-from spectrain_research.shared.draft_replay import DraftRecorder
+from spectrain_research.shared.draft_replay import DraftRecorder, ReplayBatch
 
 COLD = 1e-4
 ANSWER = 10
@@ -95,9 +95,8 @@ def test_without_a_fraction_it_is_the_data(shallow: Target, by: Any) -> None:
     )
     assert actual.features is not None and expected.features is not None
     assert torch.equal(actual.features.hidden, expected.features.hidden)
-    assert (actual.tokens_past_error is None) == (by != "replay") and (
-        actual.tokens_past_error is None or bool((actual.tokens_past_error == -1).all())
-    )
+    assert isinstance(actual, ReplayBatch) == (by == "replay")
+    assert not isinstance(actual, ReplayBatch) or bool((actual.tokens_past_error == -1).all())
 
 
 @pytest.mark.parametrize("by", ["target", "drafter", "interleaved"])
@@ -114,7 +113,7 @@ def test_a_cold_writer_writes_greedily(shallow: Target, by: Any) -> None:
         drafter.model if by == "drafter" else shallow, PROMPTS
     )
     assert write_greedily(drafter.model, PROMPTS) != write_greedily(shallow, PROMPTS)
-    assert batch.features is None and batch.tokens_past_error is None
+    assert batch.features is None and not isinstance(batch, ReplayBatch)
 
 
 @pytest.mark.sweep(1, free=("by",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -21,14 +22,14 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_file import read_weight_type
 from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write, require_writable
+from spectrain.files import require_writable
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_target_without_weights, load_drafter
-from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
-from spectrain.runs.score import describe_run, load_target
+from spectrain.runs.folder import find_drafter_directory, find_results_folder
+from spectrain.runs.score import describe_run, load_target, write_score
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.settings import EngineSettings
@@ -88,11 +89,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
         tracker = stack.enter_context(
             track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval")
         )
-        # A folder that cannot be written raises an error before anything is requested.
-        with atomic_write(folder, folder=True) as scratch:
-            summary = evaluation.score(subject, scratch)
-            archive_earlier(folder)
-        print(f"written to {folder}")
+        summary = write_score(folder, partial(evaluation.score, subject))
         tracker.log_evaluation(summary, tracked_systems(summary), folder)
     return summary
 

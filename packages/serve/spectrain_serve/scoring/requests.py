@@ -108,8 +108,7 @@ class RequestWriter:
         """Return an answer as the next turn repeats it."""
         if self.target is None or completion.token_ids is None:
             return TurnAnswer(str(completion.message.get("content") or ""), [])
-        tokens = [token for token in completion.token_ids if token not in self.target.stop_ids]
-        return TurnAnswer(str(self.target.tokenizer.decode(tokens)), tokens)
+        return TurnAnswer.from_tokens(self.target, completion.token_ids)
 
 
 async def write_requests(

@@ -5,31 +5,26 @@ gains there.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.chat_template import ChatTemplate
 from spectrain.errors import RunError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
-from spectrain.eval.page import write_report
-from spectrain.eval.report import print_table
-from spectrain.eval.selection import PromptedEvaluation
-from spectrain.eval.summary import (
-    EvaluationSummary,
-    sample_line,
-    write_lines,
-    write_prompts,
-    write_rounds,
+from spectrain.eval.pipeline import (
+    Answers,
+    AnswerSource,
+    Entries,
+    SourceSetting,
+    run_pipeline,
 )
-from spectrain.files import write_text
+from spectrain.eval.selection import PromptedEvaluation
 from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
@@ -97,35 +92,51 @@ class ServerEvaluation(PromptedEvaluation):
         """Request all answers, write the results to `folder`, print the table, and return
         summary.json.
         """
-        writer = RequestWriter(subject.target, self.max_new_tokens)
-        measured = Measured()
-        for group in subject.groups:
+        return run_pipeline(self, ServerAnswers(self, subject), folder)
+
+
+class ServerAnswers(AnswerSource):
+    """Running servers, which answer with the drafter and, if there is such a one, without it."""
+
+    views = (ServingTable(),)
+
+    def __init__(self, evaluation: ServerEvaluation, subject: ServedSubject) -> None:
+        self.evaluation = evaluation
+        self.subject = subject
+        self.measured = Measured()
+        self.template = None if subject.target is None else subject.target.template
+
+    def answer(self) -> Answers:
+        measured = self.measured
+        writer = RequestWriter(self.subject.target, self.evaluation.max_new_tokens)
+        for group in self.subject.groups:
             with ExitStack() as stack:
                 servers = {name: stack.enter_context(context) for name, context in group.items()}
-                asyncio.run(self._measure_group(servers, writer, measured))
-        self.skipped.update(writer.left_out)
-        template = None if subject.target is None else subject.target.template
-        turns, summaries = self._summarize_levels(measured, template)
-        first = turns[DRAFTER]
-        server = self._describe_server(measured, summaries, first)
-        if self.check and subject.own is not None and server["counts"] != "none":
-            server["own_chain"] = subject.own.compare(first, self.max_new_tokens)
-        setting = self._describe_setting(subject, measured, summaries[DRAFTER])
-        summary = EvaluationSummary(dict(summaries), {}, {"server": server}, setting).to_json()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_lines(folder / "samples.jsonl", [sample_line(turn, template) for turn in first])
-        write_rounds(folder / "rounds.parquet", turns)
-        write_prompts(folder / "prompts.parquet", turns)
-        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        if self.report:
-            write_report(folder / "report.html", [folder])
-        print_table(summary, [ServingTable()])
-        return summary
+                asyncio.run(self._measure_group(servers, writer))
+        turns = {name: make_turns(*pair) for name, pair in self._list_levels().items()}
+        for name, (drafted, _) in self._list_levels().items():
+            if not turns[name]:
+                reason = next(iter(drafted.failures.values()), "no answer")
+                raise RunError(
+                    f"server: no request at concurrency {drafted.concurrency} was answered "
+                    f"({reason})"
+                )
+        num_prompts = len({request.id for request in measured.requests})
+        return Answers(turns, num_prompts, writer.left_out)
 
-    async def _measure_group(
-        self, servers: Mapping[str, Server], writer: RequestWriter, measured: Measured
-    ) -> None:
+    def _list_levels(self) -> dict[str, tuple[LevelResult, LevelResult | None]]:
+        """Return row -> the answers of a level with the drafter and, if measured, without; the
+        first level is the drafter's own row.
+        """
+        drafted = self.measured.levels[DRAFTED]
+        plain: Sequence[LevelResult | None]
+        plain = self.measured.levels.get(PLAIN) or [None] * len(drafted)
+        names = [DRAFTER, *(f"concurrency-{result.concurrency}" for result in drafted[1:])]
+        return dict(zip(names, zip(drafted, plain)))
+
+    async def _measure_group(self, servers: Mapping[str, Server], writer: RequestWriter) -> None:
         """Request the answers of servers that run at the same time, level by level."""
+        evaluation, measured = self.evaluation, self.measured
         for name, server in servers.items():
             measured.models[name] = await asyncio.to_thread(server.check_ready)
             measured.urls[name] = [mask_secrets(url) for url in server.settings.urls]
@@ -133,52 +144,35 @@ class ServerEvaluation(PromptedEvaluation):
             if DRAFTED in servers:
                 measured.engine = servers[DRAFTED].name
                 measured.requests = await write_requests(
-                    servers[DRAFTED], self.chosen, writer, max(self.concurrency)
+                    servers[DRAFTED], evaluation.chosen, writer, max(evaluation.concurrency)
                 )
             if not measured.requests:
                 raise RunError(
                     "eval.prompts: the server can be given none of the prompts "
                     f"({dict(writer.left_out)})"
                 )
-            generator = LoadGenerator(servers, measured.requests, self.max_new_tokens)
-            measured.levels |= await generator.run(self.concurrency)
+            generator = LoadGenerator(servers, measured.requests, evaluation.max_new_tokens)
+            measured.levels |= await generator.run(evaluation.concurrency)
             if DRAFTED in servers and writer.target is not None:
                 measured.template = await check_template(
-                    servers[DRAFTED], self.chosen, writer.target
+                    servers[DRAFTED], evaluation.chosen, writer.target
                 )
 
-    def _summarize_levels(
-        self, measured: Measured, template: ChatTemplate | None
-    ) -> tuple[dict[str, list[Turn]], dict[str, ServedSummary]]:
-        """Return the turns and the numbers of every level; the first one is the drafter's own
-        entry.
-        """
-        turns: dict[str, list[Turn]] = {}
-        summaries: dict[str, ServedSummary] = {}
-        plain = measured.levels.get(PLAIN)
-        for number, result in enumerate(measured.levels[DRAFTED]):
-            name = DRAFTER if number == 0 else f"concurrency-{result.concurrency}"
-            pair = result, None if plain is None else plain[number]
-            turns[name] = make_turns(*pair)
-            if not turns[name]:
-                reason = next(iter(result.failures.values()), "no answer")
-                raise RunError(
-                    f"server: no request at concurrency {result.concurrency} was answered "
-                    f"({reason})"
-                )
-            summaries[name] = self._summarize_level(turns[name], *pair, template)
-        return turns, summaries
+    def summarize(self, answers: Answers) -> dict[str, ServedSummary]:
+        return {
+            name: self._summarize_level(answers.turns[name], *pair)
+            for name, pair in self._list_levels().items()
+        }
 
     def _summarize_level(
         self,
         turns: list[Turn],
         drafted: LevelResult,
         plain: LevelResult | None,
-        template: ChatTemplate | None,
     ) -> ServedSummary:
         """Compute the numbers of one level; what cannot be known is None or empty."""
         source = find_counter_source(drafted)
-        numbers = measure_system(turns, True, template)
+        numbers = measure_system(turns, True, self.template)
         by_answer = ("by_kind", "by_position", "by_text_position", "by_category")
         numbers |= {"time_share": {}} | (
             {} if source == "requests" else {name: {} for name in by_answer}
@@ -197,7 +191,8 @@ class ServerEvaluation(PromptedEvaluation):
         depth = max((depth for turn in turns for depth in turn.drafted.depths), default=0)
         results = {"drafted": drafted} | ({} if plain is None else {"plain": plain})
         times = {
-            name: asdict(measure_latency(result, self.limits)) for name, result in results.items()
+            name: asdict(measure_latency(result, self.evaluation.limits))
+            for name, result in results.items()
         }
         return ServedSummary(
             **numbers,
@@ -207,16 +202,25 @@ class ServerEvaluation(PromptedEvaluation):
             serving={"concurrency": drafted.concurrency, **times},
             unknown=unknown,
             lossless=None
-            if plain is None or not self.check
+            if plain is None or not self.evaluation.check
             else compare_outputs(turns, drafted, plain).summary(),
         )
 
+    def measure_more(self, answers: Answers, summaries: Mapping[str, SystemSummary]) -> Entries:
+        first = answers.turns[DRAFTER]
+        server = self._describe_server(summaries, first)
+        own = self.subject.own
+        if self.evaluation.check and own is not None and server["counts"] != "none":
+            server["own_chain"] = own.compare(first, self.evaluation.max_new_tokens)
+        return Entries(sections={"server": server})
+
     def _describe_server(
-        self, measured: Measured, summaries: Mapping[str, ServedSummary], first: list[Turn]
+        self, summaries: Mapping[str, SystemSummary], first: list[Turn]
     ) -> dict[str, Any]:
         """Return the entry `server` of summary.json: where counts come from, and what else is
         said about the server.
         """
+        measured = self.measured
         results = measured.levels[DRAFTED]
         source = find_counter_source(results[0])
         counted = count_rounds(first)
@@ -225,7 +229,7 @@ class ServerEvaluation(PromptedEvaluation):
         speedups = [
             {"concurrency": result.concurrency, **asdict(summary.speedup)}
             for result, summary in zip(results, summaries.values())
-            if "speedup" not in summary.unknown
+            if isinstance(summary, ServedSummary) and "speedup" not in summary.unknown
         ]
         return {
             "counts": source,
@@ -234,15 +238,13 @@ class ServerEvaluation(PromptedEvaluation):
             "speedups": speedups,
             "failed": failed,
             "template": None if measured.template is None else asdict(measured.template),
-            "slo": self.slo,
+            "slo": self.evaluation.slo,
         }
 
-    def _describe_setting(
-        self, subject: ServedSubject, measured: Measured, first: SystemSummary
-    ) -> dict[str, Any]:
-        """Return what the numbers depend on."""
+    def describe(self, summary: SystemSummary) -> SourceSetting:
+        measured, subject, evaluation = self.measured, self.subject, self.evaluation
         served = measured.models[DRAFTED]
-        return {
+        known = {
             "target": served.name,
             "recipe": "drafter",
             "drafter": {"choice": "served"},
@@ -250,29 +252,27 @@ class ServerEvaluation(PromptedEvaluation):
             "drafter_dtype": UNKNOWN_DTYPE,
             **subject.setting,
             "device": f"{measured.engine} at {', '.join(measured.urls[DRAFTED])}",
-            "prompts": len({request.id for request in measured.requests}),
-            **self.describe_context(),
-            "skipped": dict(self.skipped),
-            "max_new_tokens": self.max_new_tokens,
-            "batch_size": self.concurrency[0],
-            "rule": "greedy",
-            "tree": first.tree,
-            "guard": False,
-            "engine": "server",
-            "server": {
-                "name": measured.engine,
-                "url": measured.urls[DRAFTED],
-                "model": served.name,
-                "weights": served.weights,
-                "max_length": served.max_length,
-                "concurrency": list(self.concurrency),
-                "baseline_url": measured.urls.get(PLAIN),
-                "prompts_as": "messages" if subject.target is None else "token ids",
-                **subject.launched,
-                # A started engine runs here.
-                "machine": subject.setting.get("device") if subject.launched else None,
-            },
         }
+        server = {
+            "name": measured.engine,
+            "url": measured.urls[DRAFTED],
+            "model": served.name,
+            "weights": served.weights,
+            "max_length": served.max_length,
+            "concurrency": list(evaluation.concurrency),
+            "baseline_url": measured.urls.get(PLAIN),
+            "prompts_as": "messages" if subject.target is None else "token ids",
+            **subject.launched,
+            # A started engine runs here.
+            "machine": subject.setting.get("device") if subject.launched else None,
+        }
+        return SourceSetting(
+            known,
+            evaluation.concurrency[0],
+            "greedy",
+            False,
+            {"engine": "server", "server": server},
+        )
 
 
 def describe_counters(counters: DraftCounters) -> dict[str, Any]:
