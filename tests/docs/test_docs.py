@@ -155,7 +155,9 @@ PROGRAMS = {
     "kubectl",
     "pip",
     "sbatch",
+    "pipx",
     "torchrun",
+    "uv",
     "vllm",
 }
 ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
@@ -184,7 +186,7 @@ def find_command_fault(words: list[str]) -> str | None:
         words = words[1:]
     if not words:
         return None
-    first = words[0]
+    first = words[0].removeprefix(".venv/bin/")
     rest = words[1:]
     if first not in {"spectrain", "make", "python", *PROGRAMS}:
         return f"no known command: {first}"
