@@ -77,6 +77,7 @@ def draw_learning_curve(axes: Any, points: Sequence[HeldOutPoint]) -> None:
         ylabel="tokens per forward",
         title="On held-out text, by training step",
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
 

@@ -1,8 +1,11 @@
 """What the layout and the wheel promise."""
 
 import ast
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -74,21 +77,47 @@ def test_every_import_is_declared() -> None:
     assert not missing, f"add to pyproject.toml what ships {sorted(missing)}"
 
 
-def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
-    """The wheel, built by way of the sdist, ships code, configuration and data under one
-    top-level name.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        str(tmp_path),
-        str(ROOT),
-    ]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built by way of the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_an_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own the command comes from the wheel alone; its dependencies, and
+    the packages that add to it, are those of this environment.
+    """
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    # With a PYTHONPATH pip would find the checkout installed.
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True, env=bare)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    added = [str((ROOT / folder).parent) for folder in PACKAGES]
+
+    def run(*command: str) -> str:
+        environment = {**bare, "PYTHONPATH": os.pathsep.join(added)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    where = run(str(python), "-c", "import spectrain; print(spectrain.__file__)")
+    assert Path(where.strip()).is_relative_to(packages)
+    spectrain = str(python.with_name("spectrain"))
+    version = wheel.name.split("-")[1]
+    assert version in run(spectrain, "--version")
+    assert "eagle3" in run(spectrain, "recipes")
+
+
+def test_wheel_holds_everything_and_nothing_else(wheel: Path) -> None:
+    """It ships code, configuration and data under one top-level name."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
     assert not [name for name in names if "lab/" in name or "embedded_prompts" in name]

@@ -1,5 +1,6 @@
 """README, CONTRIBUTING and docs/: commands are real, links lead somewhere, and the pages build."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from lab.pages.make_pages import FOLDER, render_result_pages
+from lab.pages.make_picture import NUMBERS, PICTURE, draw_picture
 from lab.pages.render import BLOCK, load_measurements
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
 from spectrain.cli import help, main, overrides
@@ -33,6 +36,7 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FIL
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages that the site writes while it is built.
 GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
+REFERENCE = render_pages()
 # Settings of all drafters that no constructor has.
 EVERY_DRAFTER = {"init"}
 REPOSITORY_PATH = re.compile(
@@ -151,7 +155,9 @@ PROGRAMS = {
     "kubectl",
     "pip",
     "sbatch",
+    "pipx",
     "torchrun",
+    "uv",
     "vllm",
 }
 ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
@@ -180,7 +186,7 @@ def find_command_fault(words: list[str]) -> str | None:
         words = words[1:]
     if not words:
         return None
-    first = words[0]
+    first = words[0].removeprefix(".venv/bin/")
     rest = words[1:]
     if first not in {"spectrain", "make", "python", *PROGRAMS}:
         return f"no known command: {first}"
@@ -283,7 +289,56 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(DOCUMENTS["README.md"].splitlines()) <= 150
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 110
+
+
+def list_claims() -> list[str]:
+    """Return the items of README's list of what is shown, each as one line."""
+    part = DOCUMENTS["README.md"].partition("## What is shown, and by what\n")[2]
+    return [
+        " ".join(item.split())
+        for item in re.split(r"^- ", part.partition("\n## ")[0], flags=re.M)[1:]
+    ]
+
+
+def test_each_claim_of_the_readme_names_its_proof() -> None:
+    """A claim links to a test or to a result; that the links lead somewhere is tested above."""
+    claims = list_claims()
+    assert len(claims) >= 6
+    for claim in claims:
+        targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", claim)]
+        tests = [target for target in targets if re.fullmatch(r"tests/.*test_\w+\.py", target)]
+        for target in tests:
+            assert "def test_" in (ROOT / target).read_text(), target
+        assert tests or [target for target in targets if target.startswith("docs/results/")], claim
+
+
+def test_the_picture_shows_the_numbers_of_its_run() -> None:
+    """`python -m lab.pages.make_picture` draws it from the committed numbers of a run."""
+    numbers = json.loads(NUMBERS.read_text())
+    drawn = draw_picture(numbers)
+    committed = PICTURE.read_text()
+    for entry in numbers["acceptance"].values():
+        values = [f"{length['pooled']:.2f}" for length in entry["drafters"].values()]
+        for text in (entry["label"], *values):
+            assert f">{text}<" in committed and f">{text}<" in drawn
+    start, *_, end = numbers["held_out"]
+    assert start[0] == 0 and f">start {start[1]:.2f}<" in committed
+    assert f">{end[1]:.2f}<" in committed
+    assert ElementTree.fromstring(committed).tag.endswith("svg")
+    # It follows the reader's scheme, and loads nothing.
+    assert "prefers-color-scheme: dark" in committed and 'href="http' not in committed
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_settings_in_sentences_exist(document: str) -> None:
+    """A setting between backticks is a row of the reference, or a setting of another command."""
+    pattern = r"`((?:trainer|data|eval|compare)\.[a-z][a-z_]*)[=`]"
+    named = set(re.findall(pattern, FENCE.sub("", DOCUMENTS[document])))
+    rows = re.findall(r"^\| `([\w.]+)`", REFERENCE[SETTINGS_PAGE], re.MULTILINE)
+    # A setting may be written without the group that it stands in, as eval.prompts.
+    known = {*rows, *(f"{row.split('.')[0]}.{row.split('.')[-1]}" for row in rows)}
+    assert named <= known, sorted(named - known)
 
 
 @pytest.mark.parametrize(
@@ -377,10 +432,13 @@ def test_every_tree_and_rule_is_in_a_table(group: str) -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    """The navigation lists all pages once, and the first page of each folder links to every page
-    of the folder.
+    """The navigation lists up to 50 pages, and the first page of each folder links to every page
+    of the folder, those outside of the navigation too.
     """
-    listed = flatten_navigation(load_site()["nav"])
+    site = load_site()
+    navigation = flatten_navigation(site["nav"])
+    listed = navigation + [name.lstrip("/") for name in site["not_in_nav"].split()]
+    assert len(navigation) <= 50
     names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
     assert sorted(listed) == sorted([*names, *GENERATED])
     for folder in ("", "families/", "results/"):
