@@ -122,8 +122,9 @@ def fit_initial_weights(
     reader = LiveSource() if source.generates_text else source
     layers, packing = drafter.stages[0].layers, run.trainer.packing
     chosen = choose_batches(stream, fit.num_tokens, run.num_steps * run.batches_per_step)
-    is_limited = run.budget.max_seconds is not None
-    speed = fit.measure(drafter) if is_limited else FitSeconds(0.0, 0.0)
+    # Without a time limit no seconds are counted, and none are spent on trial products.
+    has_limit = run.budget.max_seconds is not None
+    speed = fit.measure(drafter) if has_limit else FitSeconds(0.0, 0.0)
     plan = FitPlan(speed, lambda: run.budget.seconds_until(FIT_SHARE, parallel))
     try:
         fitted = read_features(
