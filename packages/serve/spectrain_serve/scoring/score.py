@@ -244,7 +244,7 @@ class ServerAnswers(AnswerSource):
     def describe(self, summary: SystemSummary) -> SourceSetting:
         measured, subject, evaluation = self.measured, self.subject, self.evaluation
         served = measured.models[DRAFTED]
-        known = {
+        described = {
             "target": served.name,
             "recipe": "drafter",
             "drafter": {"choice": "served"},
@@ -267,7 +267,7 @@ class ServerAnswers(AnswerSource):
             "machine": subject.setting.get("device") if subject.launched else None,
         }
         return SourceSetting(
-            known,
+            described,
             evaluation.concurrency[0],
             "greedy",
             False,
