@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from spectrain.models.published import MODELS
+from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
 SMALL, LARGE = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
@@ -59,8 +59,8 @@ def test_the_target_writes_a_program() -> None:
     target = Target.from_pretrained(SMALL)
     messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
     tokens = target.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages, add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    with torch.no_grad():
-        output = target.model.generate(tokens, max_new_tokens=60, do_sample=False)
-    assert "def " in target.tokenizer.decode(output[0, tokens.shape[1] :])
+    with reference_model(target) as model:
+        output = generate(model, tokens, 40, target.stop_ids)
+    assert "def " in target.tokenizer.decode(output)
