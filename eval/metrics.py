@@ -155,6 +155,8 @@ class SystemSummary(SystemNumbers):
     joules_per_token: dict[str, float] | None = field(default=None, metadata=OPTIONAL)
     # Price of a million tokens without the drafter and with it, by eval.price_per_hour.
     price_per_million: dict[str, float | None] | None = field(default=None, metadata=OPTIONAL)
+    # alpha, c, gamma, E[N] and V_SD of a chain, and the best gamma, by the surveys' model.
+    throughput_model: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     # Whether outputs equal their reference; None where that was not checked.
     lossless: dict[str, Any] | None = None
 

@@ -18,6 +18,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.context import format_length
 from spectrain.eval.fixed_trees import START, UNTRAINED
+from spectrain.eval.headline import count_prompts
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
@@ -82,7 +83,28 @@ def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
     ratio = categories[ranked[-1]]["speedup"] / categories[ranked[0]]["speedup"]
     prompts = categories[ranked[0]].get("prompts", 0)
     yield (
-        f"Worst category: {texts[0]} on {prompts} prompts; best: {texts[1]}, {ratio:.1f} times it."
+        f"Worst category: {texts[0]} on {count_prompts(prompts)}; best: {texts[1]}, {ratio:.1f} "
+        "times it."
+    )
+
+
+def describe_throughput_model(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Say what the surveys' model makes of a chain, in its symbols, beside what was measured."""
+    model = entry.get("throughput_model")
+    if model is None:
+        return
+    measured = entry["acceptance_length"]["pooled"]
+    ratio = entry["speedup"]["ratio"]
+    best = (
+        f"gamma = {model['best_gamma']} would be best, V_SD = {model['best_speedup']:.2f}"
+        if model["best_gamma"]
+        else "no length gains"
+    )
+    yield (
+        f"{entry['label']} in the surveys' symbols: alpha = {model['alpha']:.2f}, c = "
+        f"{model['c']:.2f}, gamma = {model['gamma']:.3g}; E[N] = {model['expected_tokens']:.2f} by "
+        f"the model and {measured:.2f} measured, V_SD = {model['speedup']:.2f} and {ratio:.2f}; "
+        f"{best}."
     )
 
 
@@ -94,6 +116,8 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     yield from describe_acceptance(summary)
     for entry in list_systems(summary).values():
         yield from describe_worst_category(entry)
+    for entry in list_systems(summary).values():
+        yield from describe_throughput_model(entry)
     limits = summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = (

@@ -7,7 +7,7 @@ check is computed apart from all of them.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from spectrain.eval.summary import (
 )
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.eval.tasks import Reference, check_execution, task_score
+from spectrain.eval.throughput_model import fit_throughput_model
 from spectrain.eval.time_limit import ScoreProgress, TimeLimit
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.eval.user_times import compare_user_times
@@ -368,6 +369,7 @@ class EngineAnswers(AnswerSource):
         )
         numbers["speedup"] = judge_speedup(numbers["speedup"], turns, noise)
         price = price_tokens(numbers["tokens_per_second"], evaluation.price_per_hour)
+        model = fit_throughput_model(turns) if system.builder.traits.is_chain else None
         return SystemSummary(
             **numbers,
             label=f"{system.label} (eager)" if is_eager else system.label,
@@ -381,6 +383,7 @@ class EngineAnswers(AnswerSource):
             },
             joules_per_token=self.decoding.joules_per_token(system.name),
             price_per_million=price,
+            throughput_model=None if model is None else asdict(model),
             pruning=None
             if system.pruning is None
             else system.pruning.measure_savings([turn.drafted for turn in turns], target),

@@ -9,6 +9,8 @@ tokens of a round; and c, the time of a draft token in steps of the target, a ro
 tokens, and takes gamma c + 1 steps if verifying costs what a step costs:
 
     V_SD = E[N] / (gamma c + 1).
+
+Where drafts have several lengths, E[N] is averaged over the rounds, and gamma is their mean.
 """
 
 from collections.abc import Sequence
@@ -28,9 +30,9 @@ class ThroughputModel:
     alpha: float
     # Seconds of a draft token over those of an autoregressive step.
     c: float
-    # Draft tokens of a round.
-    gamma: int
-    # Tokens of a round, E[N], and the speedup V_SD, both of this length by the model.
+    # Draft tokens of a round, averaged over rounds.
+    gamma: float
+    # Tokens of a round, E[N], and the speedup V_SD, both by the model.
     expected_tokens: float
     speedup: float
     # The length with the largest V_SD, and that V_SD; 0 and 1 where no length gains.
@@ -71,7 +73,8 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
             accepted += min(depth, count - 1)
             tried += min(depth, count)
     steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
-    drafted = sum(depth for turn in turns for depth in turn.drafted.depths)
+    depths = [depth for turn in turns for depth in turn.drafted.depths]
+    drafted = sum(depths)
     # Rows of a batch share its seconds.
     step = sum(
         turn.autoregressive.decode_seconds / turn.autoregressive.batch_size for turn in turns
@@ -83,14 +86,15 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
         return None
     alpha = accepted / tried
     c = draft / step
-    gamma = max(depth for turn in turns for depth in turn.drafted.depths)
+    gamma = drafted / len(depths)
+    tokens = sum(expect_tokens(alpha, depth) for depth in depths) / len(depths)
     best, best_speedup = choose_length(alpha, c)
     return ThroughputModel(
         round(alpha, 4),
         round(c, 4),
-        gamma,
-        round(expect_tokens(alpha, gamma), 4),
-        round(expect_speedup(alpha, c, gamma), 4),
+        round(gamma, 4),
+        round(tokens, 4),
+        round(tokens / (gamma * c + 1), 4),
         best,
         round(best_speedup, 4),
     )

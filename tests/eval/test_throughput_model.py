@@ -64,8 +64,21 @@ def test_alpha_counts_judged_tokens() -> None:
     assert model.c == 0.5
     assert model.gamma == 3
     assert model.speedup == pytest.approx(expect_tokens(5 / 7, 3) / 2.5, abs=1e-3)
+    assert model.expected_tokens == pytest.approx(expect_tokens(5 / 7, 3), abs=1e-3)
     batch = Turn("a", 0, "all", replace(plain, batch_size=4), replace(drafted, batch_size=4))
     assert fit_throughput_model([batch]) == model
+
+
+def test_drafts_of_several_lengths_are_averaged() -> None:
+    """A copying drafter drafts nothing in many rounds."""
+    plain = make_generation([1] * 4, 0, {"verify": 4.0})
+    drafted = replace(
+        make_generation([1, 1, 1, 4], 3, {"draft": 0.3, "verify": 4.0}), depths=[0, 0, 0, 3]
+    )
+    model = fit_throughput_model([Turn("a", 0, "all", plain, drafted)])
+    assert model is not None and model.gamma == 0.75 and model.alpha == 1.0
+    assert model.expected_tokens == (1 + 1 + 1 + 4) / 4
+    assert model.speedup == pytest.approx(1.75 / (0.75 * 0.1 + 1), abs=1e-3)
 
 
 def test_untimed_or_undrafted_rounds_have_no_model() -> None:
