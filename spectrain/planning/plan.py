@@ -88,9 +88,10 @@ class Plan:
     # that simulate acceptance; null assumes that 0.7 of the tokens after accepted ones are
     # accepted.
     acceptance_rates: list[float] | None = None
-    # Users who are served at once, and the tokens of each one's text: what keys and values then
-    # take is said beside the training.
+    # Number of texts that are served at once: what their keys and values take is said beside the
+    # training.
     users: int = 1
+    # Number of tokens of each of these texts.
     context: int = 8192
     # Whether to print JSON instead of a table.
     json: bool = False

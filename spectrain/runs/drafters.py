@@ -202,7 +202,8 @@ def refuse_other_target(
     than the requested one.
     """
     made_for = load_description(directory, None).target
-    if not made_for or name_choice(made_for) == name_choice(requested):
+    is_known = bool(made_for) and bool(requested)
+    if not is_known or name_choice(made_for) == name_choice(requested):
         return
     raise UserError(
         f"run={run}: its drafter is for {name_choice(made_for)}, and {target.name} is another "

@@ -242,7 +242,7 @@ def test_sweeps_are_decoded_and_written(
     axes = collect_axes([ScoredRun.read("one", folder)])
     assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
-    assert (tmp_path / "report.html").read_text().count('class="axis"') == 2
+    assert (tmp_path / "report.html").read_text().count('class="axis stack"') == 2
     (point,) = ContextSweep("context", 6, 50.0).measure_points(recorded[0])
     assert point.value == 48 and point.speedup == summary["by_category"]["48"]["speedup"]
     warmer = TemperatureSweep("temperature", 6, 50.0, temperatures=(0.0, 0.7))

@@ -12,6 +12,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.context import ContextFiller, ContextMethod, format_length, parse_length
+from spectrain.eval.notes import explain_numbers
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import position_table
 from spectrain.eval.run import Evaluation
@@ -93,11 +94,10 @@ def test_a_length_beyond_the_target_is_refused(tiny: Target) -> None:
 def test_scores_are_grouped_by_length(
     shallow: Target,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A score has a category for each length, names the method, and prints tokens per forward by
-    position in the text.
+    """A score has a category for each length; its notes name the method and have tokens per forward
+    by position in the text.
     """
     monkeypatch.setattr(shallow.config, "max_position_embeddings", 2048)
     evaluation = Evaluation(
@@ -125,11 +125,9 @@ def test_scores_are_grouped_by_length(
     )
     rounds = sum(group["rounds"] for group in summary["by_text_position"].values())
     assert rounds == sum(summary["tokens_by_round"])
-    printed = capsys.readouterr().out.replace("\n", " ")
-    assert (
-        "Prompts of 64, 1k tokens: different documents in sequence before each question" in printed
-    )
-    assert "by position in the text, in tokens: 0-1k " in printed
+    notes = " ".join(explain_numbers(summary))
+    assert "Prompts of 64, 1k tokens: different documents in sequence before each question" in notes
+    assert "by position in the text, in tokens: 0-1k " in notes
 
 
 def test_a_drop_beyond_the_trained_length_is_stated() -> None:

@@ -7,7 +7,7 @@ def test_experimental_choices_are_listed_apart() -> None:
     """Drafters, rules, trees and recipes that only spectrain's own engine decodes follow the
     others under a heading.
     """
-    lines = help.explain_command("train", []).splitlines()
+    lines = help.explain_command("train", [], "all").splitlines()
     for group, core, experimental in (
         ("drafter", "eagle3", "universal"),
         ("acceptance", "greedy", "kseq"),
