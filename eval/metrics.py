@@ -297,6 +297,14 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
     """Compute, for each k, the share of rounds that accept token k, among those that accepted k
     - 1 and drafted k.
     """
+    accepted, tried = count_judged_tokens(turns)
+    return [round(hits / count, 4) for hits, count in zip(accepted, tried)]
+
+
+def count_judged_tokens(turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
+    """Count by depth, over complete rounds, the draft tokens that were accepted, and those whose
+    predecessors were.
+    """
     accepted: list[int] = []
     tried: list[int] = []
     for turn in turns:
@@ -310,7 +318,7 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
                     accepted.append(0)
                 tried[level - 1] += 1
                 accepted[level - 1] += count > level
-    return [round(hits / count, 4) for hits, count in zip(accepted, tried)]
+    return accepted, tried
 
 
 def acceptance_by_kind(
@@ -417,21 +425,29 @@ def predicted_speedup(turns: Sequence[Turn]) -> float | None:
 
     None where the parts of a round were not timed, as by a server.
     """
-    steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
+    step = measure_step(turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
-    if not steps or not rounds:
+    if step is None or not rounds:
         return 0.0
-    step = sum(_decode_share(turn.autoregressive) for turn in turns) / steps
-    cycle = (
-        sum(_share(turn.drafted, part) for turn in turns for part in ("draft", "verify", "accept"))
-        / rounds
-    )
+    parts = ("draft", "verify", "accept")
+    cycle = sum(sum_shares(turns, part) for part in parts) / rounds
     return pooled_acceptance(turns) * step / cycle if cycle else None
+
+
+def measure_step(turns: Sequence[Turn]) -> float | None:
+    """Return a row's seconds of an autoregressive step; None without one."""
+    steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
+    return sum(_decode_share(turn.autoregressive) for turn in turns) / steps if steps else None
+
+
+def sum_shares(turns: Sequence[Turn], part: str) -> float:
+    """Sum a row's seconds in a part of the drafted rounds."""
+    return sum(turn.drafted.seconds[part] / turn.drafted.batch_size for turn in turns)
 
 
 def time_share(turns: Sequence[Turn]) -> dict[str, float]:
     """Compute the share of the drafted decoding time that each part of a round took."""
-    seconds = {part: sum(_share(turn.drafted, part) for turn in turns) for part in ROUND_PARTS}
+    seconds = {part: sum_shares(turns, part) for part in ROUND_PARTS}
     total = sum(seconds.values()) or 1.0
     return {part: round(value / total, 4) for part, value in seconds.items()}
 
@@ -492,11 +508,6 @@ def _mean_of_ratios(columns: Floats) -> float:
 def _num_decoded(generation: Generation) -> int:
     """Count the tokens of the answer, without the prefill's."""
     return len(generation.output) - 1
-
-
-def _share(generation: Generation, part: str) -> float:
-    """Return one row's share of its batch's seconds in a part of the round."""
-    return generation.seconds[part] / generation.batch_size
 
 
 def _decode_share(generation: Generation) -> float:

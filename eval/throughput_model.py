@@ -16,7 +16,7 @@ Where drafts have several lengths, E[N] is averaged over the rounds, and gamma i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain.eval.metrics import Turn
+from spectrain.eval.metrics import Turn, count_judged_tokens, measure_step, sum_shares
 
 MAX_LENGTH = 32
 """Longest chain that is searched for the best length, in tokens."""
@@ -65,28 +65,15 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
 
     alpha is pooled over all depths: accepted tokens over tokens that were judged.
     """
-    tried = accepted = 0
-    for turn in turns:
-        generation = turn.drafted
-        complete = len(generation.complete_round_lengths)
-        for count, depth in list(zip(generation.round_lengths, generation.depths))[:complete]:
-            accepted += min(depth, count - 1)
-            tried += min(depth, count)
-    steps = sum(len(turn.autoregressive.round_lengths) for turn in turns)
-    depths = [depth for turn in turns for depth in turn.drafted.depths]
-    drafted = sum(depths)
-    # Rows of a batch share its seconds.
-    step = sum(
-        turn.autoregressive.decode_seconds / turn.autoregressive.batch_size for turn in turns
-    ) / max(1, steps)
-    draft = sum(
-        turn.drafted.seconds.get("draft", 0.0) / turn.drafted.batch_size for turn in turns
-    ) / max(1, drafted)
+    accepted, tried = map(sum, count_judged_tokens(turns))
+    step = measure_step(turns)
+    draft = sum_shares(turns, "draft")
     if not tried or not step or not draft:
         return None
+    depths = [depth for turn in turns for depth in turn.drafted.depths]
     alpha = accepted / tried
-    c = draft / step
-    gamma = drafted / len(depths)
+    c = draft / sum(depths) / step
+    gamma = sum(depths) / len(depths)
     tokens = sum(expect_tokens(alpha, depth) for depth in depths) / len(depths)
     best, best_speedup = choose_length(alpha, c)
     return ThroughputModel(
