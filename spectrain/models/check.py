@@ -9,6 +9,7 @@ batch, T tokens, N nodes, V vocabulary, D width.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,12 +59,25 @@ def check_exact(target: Target) -> None:
         _set_path_policy(target, _find_path_policy(target, reference))
     with explain_incompatibility(target.name):
         for name, gap in _measure_gaps(target, reference):
+            if math.isnan(gap):
+                raise UserError(f"target {target.name}: {describe_not_finite(target, name)}")
             if not gap <= limit:
                 raise UserError(
                     f"target {target.name}: its {name} differ by {gap:.1%} from what transformers "
                     "computes, so drafts would be judged by another model; use another target, "
                     "and report this one"
                 )
+
+
+def describe_not_finite(target: Target, output: str) -> str:
+    """Name the first weight that holds NaN or infinity, for which an output is no number."""
+    named = target.model.named_parameters()
+    weight = next((name for name, p in named if not p.isfinite().all()), None)
+    if weight is None:
+        dtype = str(target.dtype).removeprefix("torch.")
+        remedy = "" if target.dtype == torch.float32 else "target.dtype=float32, or "
+        return f"its {output} are not finite in {dtype}; use {remedy}another target"
+    return f"its weight {weight} holds NaN or infinity; copy its files again"
 
 
 def _set_path_policy(target: Target, policy: PathPolicy) -> None:

@@ -245,8 +245,8 @@ def load_hf(
 
 
 def warn_of_tokens_beyond(target: Target) -> None:
-    """Warn of tokens of the tokenizer without a row in the embedding; texts that hold one are
-    refused.
+    """Warn of tokens of the tokenizer without a row in the embedding, because texts that hold one
+    are refused, and of such stop tokens.
     """
     rows = target.head.num_embeddings
     count = sum(token >= rows for token in target.tokenizer.get_vocab().values())
@@ -254,6 +254,15 @@ def warn_of_tokens_beyond(target: Target) -> None:
         print(
             f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, "
             f"which has {rows} rows; texts that hold one are refused",
+            file=sys.stderr,
+            flush=True,
+        )
+    beyond = sorted(token for token in target.stop_ids if token >= rows)
+    if beyond:
+        print(
+            f"spectrain: target {target.name}: its stop token {beyond[0]} has no embedding, which "
+            f"has {rows} rows, so it ends no answer; correct eos_token_id in config.json and "
+            "generation_config.json",
             file=sys.stderr,
             flush=True,
         )
@@ -265,6 +274,12 @@ def check_path(model: str, path: Path, needs_weights: bool) -> None:
     """
     if path.is_dir():
         if needs_weights and not any(path.glob("*.safetensors")):
+            pickles = sorted(file.name for file in path.glob("*.bin"))
+            if pickles:
+                raise UserError(
+                    f"target.model={model}: its weights are in {pickles[0]}, which is a pickle and "
+                    "may run code; save the model again with save_pretrained, as safetensors"
+                )
             raise UserError(
                 f"target.model={model}: the directory holds no weights (*.safetensors); save the "
                 "model there first, or name the file where it is a .gguf"
@@ -335,10 +350,16 @@ def load_tokenizer(
             trust_remote_code=trust_remote_code,
             **({} if revision is None else {"revision": revision}),
         )
-    except (OSError, ValueError):
-        if required:
-            raise
-        return load_tiny_tokenizer()
+    except (OSError, ValueError) as error:
+        if not required:
+            return load_tiny_tokenizer()
+        path = Path(model).expanduser()
+        if path.is_dir() and not any(path.glob("*token*")):
+            raise UserError(
+                f"target.model={model}: the directory holds no tokenizer (tokenizer.json); copy "
+                "the tokenizer's files there from where the model came from"
+            ) from error
+        raise
 
 
 def load_tiny(

@@ -5,13 +5,14 @@ transformers fills weights that a checkpoint lacks, or has in another shape, wit
 and logs a report of them. Here such a checkpoint is refused by the name of its first such weight,
 without the report. Tied weights and buffers that no checkpoint holds may be absent, and weights
 that the model does not have are no fault: they are those of a vision tower or of layers for
-drafting.
+drafting. A whole layer like the others is one: by its config.json the model would run without it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ REPORT_ROW = re.compile(
     re.MULTILINE,
 )
 """A row of the report of transformers about a weight that was not loaded."""
+LAYER_WEIGHT = re.compile(r"(?P<layers>\D+\.)(?P<index>\d+)\.(?P<weight>.+)")
+"""The name of a weight of a layer, as in model.layers.3.mlp.up_proj.weight."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
 ADVICE = "save the model again with all its weights, or use another checkpoint"
 
@@ -61,7 +64,11 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             reports.clear()
             raise UserError(f"{key}={model}: {fault}; {ADVICE}") from error
         # Of a model with an adapter, the information is that of the adapter alone.
-        fault = describe_fault(info) or describe_reported_fault(reports)
+        fault = (
+            describe_fault(info)
+            or describe_reported_fault(reports)
+            or describe_left_out_layer(info["unexpected_keys"], network.state_dict())
+        )
         if fault is not None:
             reports.clear()
             raise UserError(f"{key}={model}: {fault}; {ADVICE}")
@@ -114,6 +121,33 @@ def describe_reported_fault(reports: Collection[logging.LogRecord]) -> str | Non
             f"missing or do not fit{others}"
         )
     return describe_missing([row["weight"] for row in rows])
+
+
+def describe_left_out_layer(unexpected: Collection[str], loaded: Collection[str]) -> str | None:
+    """Describe the first layer of the files that the model lacks although its weights are named
+    as those of a layer that it has; None where there is none.
+
+    Layers for drafting, which config.json counts apart, have weights of their own.
+    """
+    own_layers = group_by_layer(loaded)
+    own_names: dict[str, set[str]] = defaultdict(set)
+    for (layers, _), names in own_layers.items():
+        own_names[layers] |= names
+    for (layers, index), names in sorted(group_by_layer(unexpected).items()):
+        if (layers, index) not in own_layers and names <= own_names[layers]:
+            return (
+                f"{layers}{index}.{min(names)} is among its weights, and by its config.json the "
+                "model has no such layer"
+            )
+    return None
+
+
+def group_by_layer(weights: Collection[str]) -> dict[tuple[str, int], set[str]]:
+    """Return (name of a list of layers, index) -> names of weights within this layer."""
+    groups: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for match in filter(None, map(LAYER_WEIGHT.fullmatch, weights)):
+        groups[match["layers"], int(match["index"])].add(match["weight"])
+    return groups
 
 
 def describe_missing(names: Collection[str]) -> str:

@@ -99,6 +99,18 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
         r"experts.down_proj has the shape \[3, ",
         {"kind": "qwen3_moe", **EXPERTS},
     ),
+    "a layer that config.json does not count": (
+        lambda weights: weights.update(
+            {
+                name.replace("layers.1.", "layers.2."): weight.clone()
+                for name, weight in weights.items()
+                if "layers.1." in name
+            }
+        ),
+        "model.layers.2.input_layernorm.weight is among its weights, and by its config.json the "
+        "model has no such layer",
+        {},
+    ),
     "a matrix of an expert": (
         remove("experts.0.w1"),
         "mlp.experts.gate_up_proj cannot be made",
@@ -132,6 +144,15 @@ ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
         ),
         {},
     ),
+    "a layer for drafting follows": (
+        lambda weights: weights.update(
+            {
+                "model.layers.2.enorm.weight": torch.ones(64),
+                "model.layers.2.input_layernorm.weight": torch.ones(64),
+            }
+        ),
+        {},
+    ),
 }
 
 
@@ -155,6 +176,42 @@ def test_a_gguf_file_without_a_tensor_is_not_converted(
     with pytest.raises(UserError, match=f"^target.model={path}: {UP} is not among"):
         convert_gguf(path, torch.float32)
     assert not converted_directory(path, torch.float32).exists()
+
+
+def test_a_weight_that_is_not_finite_is_named(saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "target", lambda weights: weights[UP].fill_(torch.nan))
+    with pytest.raises(UserError, match=f"target target: its weight {UP} holds NaN or infinity"):
+        load_hf(str(folder), device="cpu")
+
+
+def test_a_directory_of_pickles_is_refused_by_the_name_of_the_file(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="its weights are in pytorch_model.bin, which is a pickle"):
+        load_hf(str(folder), device="cpu")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match="the directory holds no tokenizer"):
+        load_hf(str(folder), device="cpu")
+
+
+def test_a_stop_token_beyond_the_embedding_is_named(
+    saved: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 999_999}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    load_hf(str(folder), device="cpu")
+    assert "its stop token 999999 has no embedding" in capfd.readouterr().err
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
