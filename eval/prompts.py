@@ -28,7 +28,7 @@ from spectrain.data.messages import (
 )
 from spectrain.data.readers import DATA_FOLDER
 from spectrain.data.template_arguments import check_template_arguments
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError, describe_json_error, first_line
 from spectrain.eval.tasks import Reference, reference_of
 from spectrain.models.target import Target
 
@@ -328,9 +328,11 @@ def _parse_json(data: bytes, file: Path, line: int, advice: str) -> Any:
         raise UserError(
             f"{file}, line {line}: its values are nested too deeply; {advice}"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError):
+            line += error.lineno - 1
         raise UserError(
-            f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}"
+            f"{file}, line {line}: it is not JSON ({describe_json_error(error)}); {advice}"
         ) from error
 
 

@@ -4,6 +4,7 @@ valid names.
 
 import difflib
 from collections.abc import Iterable
+from json import JSONDecodeError
 
 from spectrain.output.text import clean_line
 
@@ -39,6 +40,11 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def describe_json_error(error: ValueError) -> str:
+    """Return why a text is not JSON, without the place in the text."""
+    return error.msg if isinstance(error, JSONDecodeError) else first_line(error)
 
 
 def describe_error(error: BaseException) -> str:

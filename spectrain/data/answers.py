@@ -84,7 +84,8 @@ def _find_objects(text: str) -> list[tuple[int, dict[str, Any]]]:
     while (at := text.find("{", at)) >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
+        # A model may write nestings and numbers without end.
+        except (ValueError, RecursionError):
             at += 1
             continue
         objects.append((at, value))
@@ -115,5 +116,5 @@ def _calls_by_name(
 def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text

@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError, describe_json_error, first_line
 from spectrain.files import check_encoding, open_text
 
 from .shards import MANIFEST, ShardSet
@@ -109,8 +109,9 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
                     continue
                 yield row
     except UnicodeDecodeError as error:
+        line = find_line_of_no_text(path)
         raise UserError(
-            f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text"
+            f"{path}, line {line}: it is no text ({error.reason}); save it as UTF-8 text"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(
@@ -126,6 +127,20 @@ def count_lines(path: Path) -> int:
         return sum(bool(line.strip()) for line in lines)
 
 
+def find_line_of_no_text(path: Path) -> int:
+    """Return the number of the first line of a file that is not UTF-8. A file of text is decoded
+    ahead of the line that is read, so the error of reading does not tell.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    raise ValueError(f"{path}: every line is UTF-8")
+
+
 def parse_line(line: str, location: str) -> Any:
     """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
     try:
@@ -134,9 +149,10 @@ def parse_line(line: str, location: str) -> Any:
         raise UserError(
             f"{location}: its values are nested too deeply; write one object a line"
         ) from error
-    except json.JSONDecodeError as error:
+    # Numbers of thousands of digits are refused by the integer type.
+    except ValueError as error:
         raise UserError(
-            f"{location}: it is not JSON ({error.msg}); write one object a line"
+            f"{location}: it is not JSON ({describe_json_error(error)}); write one object a line"
         ) from error
 
 

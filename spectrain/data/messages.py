@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, describe_error
 
 from .chat_template import REASONING_NAMES, Message
 from .images import RowImages, content_text, image_paths
@@ -36,6 +36,14 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
 ROW_KEYS = {"messages", "conversations", "prompt", "turns", "tools", "functions", "documents",
     "chat_template_kwargs", "images",
             "answer_ids", "id", "finish_reason", "num_tokens", "ended"}  # fmt: skip
+SINGLE_TURN_COLUMNS = (
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
+"""The columns of a question and its answer, as data sets of one turn name them."""
+SINGLE_TURN_FORMS = "instruction and output, prompt and completion, or question and answer"
 MESSAGE_KEYS = {
     "role",
     "from",
@@ -143,6 +151,8 @@ def parse_conversation(
             and all(isinstance(text, str) and text.strip() for text in questions)
         ):
             row = {**row, "messages": [{"role": "user", "content": text} for text in questions]}
+    if isinstance(row, dict):
+        row = write_single_turn_as_messages(row)
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         # Tables of text, such as CSV, hold lists as JSON.
@@ -154,7 +164,8 @@ def parse_conversation(
             else "it holds no conversation; write"
         )
         raise UserError(
-            f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}'
+            f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}, or one '
+            f"question and its answer as {SINGLE_TURN_FORMS}"
         )
     if len(turns) > MAX_TURNS:
         raise UserError(
@@ -180,6 +191,33 @@ def parse_conversation(
     answer_ids = parse_answer_ids(row.get("answer_ids"), messages, location)
     conversation = Conversation(messages, tools, documents, arguments, answer_ids, origin=location)
     return complete_turns(conversation, location, allows_unanswered, unread)
+
+
+def write_single_turn_as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its question and its answer as messages, where it has them in columns of
+    their own and no messages. Alpaca's `input` follows the instruction.
+    """
+    if {"messages", "conversations"} & row.keys():
+        return row
+    for question_name, answer_name in SINGLE_TURN_COLUMNS:
+        question = row.get(question_name)
+        answer = row.get(answer_name)
+        if not isinstance(question, str) or not isinstance(answer, str):
+            continue
+        used = {question_name, answer_name, "system"}
+        if question_name == "instruction":
+            used.add("input")
+            parts = [question, row.get("input")]
+            question = "\n\n".join(part for part in parts if isinstance(part, str) and part)
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        if isinstance(row.get("system"), str):
+            messages.insert(0, {"role": "system", "content": row["system"]})
+        rest = {name: value for name, value in row.items() if name not in used}
+        return {**rest, "messages": messages}
+    return row
 
 
 def drop_nulls(row: Any) -> Any:
@@ -467,7 +505,7 @@ def _parse_list(value: Any, name: str, location: str) -> list[dict[str, Any]] | 
 def _parse_json(text: str, name: str, location: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{location}: {name} hold no valid JSON ({error}); write a JSON object"
+            f"{location}: {name} hold no valid JSON ({describe_error(error)}); write a JSON object"
         ) from error

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+)
 """What reading a malformed answer raises."""
 
 FailureKind = Literal["failed", "too_long", "unreachable"]

@@ -5,6 +5,7 @@ line.
 import gzip
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ BAD = {
         '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "Hello"}]}'
     ),
     "turn of a wrong type": '{"messages": ["Hi", "Hello"]}',
+    "nested without end": '{"messages": ' + "[" * 100_000,
+    "a number of 5,000 digits": '{"messages": ' + "1" * 5_000 + "}",
 }
 
 
@@ -132,6 +135,38 @@ def test_a_json_list_is_read_and_named_in_json_lines(tmp_path: Path) -> None:
     assert JsonlReader(str(path)).load_conversations() == [Conversation(MESSAGES)] * 2
     path = write_lines(tmp_path / "chats.jsonl", f"[{GOOD}, {GOOD}]")
     with pytest.raises(UserError, match=r"line 1: it is a list; write one conversation a line"):
+        JsonlReader(str(path)).load_conversations()
+
+
+SINGLE_TURNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, ["Add.\n\n1 2", "3"]),
+    "Alpaca without input": ({"instruction": "Hi", "input": "", "output": "Ho"}, ["Hi", "Ho"]),
+    "completion": ({"prompt": "Hi", "completion": "Ho"}, ["Hi", "Ho"]),
+    "response": ({"prompt": "Hi", "response": "Ho"}, ["Hi", "Ho"]),
+    "question": ({"question": "Hi", "answer": "Ho"}, ["Hi", "Ho"]),
+    "system": ({"system": "Be kind.", "question": "Hi", "answer": "Ho"}, ["Be kind.", "Hi", "Ho"]),
+}
+
+
+@pytest.mark.parametrize("case", SINGLE_TURNS)
+def test_a_row_may_have_its_question_and_answer_in_columns(case: str) -> None:
+    row, texts = SINGLE_TURNS[case]
+    unread: Counter[str] = Counter()
+    conversation = parse_conversation({**row, "score": 1}, "here", unread=unread)
+    roles = ["system", "user", "assistant"][-len(texts) :]
+    assert [(m["role"], m["content"]) for m in conversation.messages] == list(zip(roles, texts))
+    assert unread == {"key 'score' of a row": 1}
+
+
+def test_a_question_without_an_answer_is_told_the_forms() -> None:
+    with pytest.raises(UserError, match="or one question and its answer as instruction and output"):
+        parse_conversation({"instruction": "Hi"}, "here")
+
+
+def test_the_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(f"{GOOD}\n{GOOD}\n".encode() + b'{"messages": "caf\xe9"}\n')
+    with pytest.raises(UserError, match="chats.jsonl, line 3: it is no text"):
         JsonlReader(str(path)).load_conversations()
 
 

@@ -52,7 +52,7 @@ def read_items(path: str, stop_ids: Iterable[int]) -> ItemTrie:
     for number, line in enumerate(read_text(file).splitlines(), 1):
         try:
             item = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             item = None
         if (
             not isinstance(item, list)
