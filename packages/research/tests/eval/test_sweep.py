@@ -27,6 +27,7 @@ from spectrain.eval.noise import is_possible
 from spectrain.eval.run import Evaluation
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
+from spectrain.output.verbosity import command_output
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain_research.kangaroo.drafter import Kangaroo
@@ -472,9 +473,10 @@ def test_pruned_and_unpruned_rounds(
     )
     capsys.readouterr()
     folder = tmp_path / "pruned"
-    summary = make_evaluation(tmp_path, prune_layer=7, prune_top=1).score(
-        Candidate(tiny, drafter, builder, rule, SETTING), folder
-    )
+    with command_output("notes"):
+        summary = make_evaluation(tmp_path, prune_layer=7, prune_top=1).score(
+            Candidate(tiny, drafter, builder, rule, SETTING), folder
+        )
     assert plain["compared"] == {} and summary["compared"].keys() == {"unpruned"}
     assert "pruning" not in plain and "pruning" not in summary["compared"]["unpruned"]
     assert (summary["pruning"]["layer"], summary["pruning"]["top_k"]) == (7, 1)
