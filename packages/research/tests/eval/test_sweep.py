@@ -205,10 +205,8 @@ def assert_printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], se
         ]
         assert f"{row} {' '.join(cells)}" in lines, out
     number = len(sweep["rows"]) * len(sweep["columns"])
-    assert (
-        f"identical in all {number} settings: {number * NUM_TURNS} of {number * NUM_TURNS} answers"
-        in lines
-    )
+    answers = f"{number * NUM_TURNS} of {number * NUM_TURNS} answers"
+    assert f"Identical in all {number} settings: {answers}." in lines
     best = sweep["fastest"]
     named = (
         f"Fastest on these prompts: {sweep['row']}={best[sweep['row']]} "
@@ -404,10 +402,8 @@ def test_every_cell_of_prunings_is_decoded(
         entry = summary["compared"][name]
         pruning = Pruning(layer, top)
         generations, saved = count_alone(shallow, folder, rule, drafter, builder, pruning)
-        verified, pruned = (
-            sum(sum(getattr(generation, key)) for generation in generations)
-            for key in ("nodes", "pruned")
-        )
+        verified = sum(sum(generation.node_counts) for generation in generations)
+        pruned = sum(sum(generation.pruned_counts) for generation in generations)
         assert rounds_of(folder, name) == list_rounds(generations) and pruned > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
         assert entry["pruning"].keys() == {
