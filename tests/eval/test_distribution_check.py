@@ -92,7 +92,7 @@ def test_a_coin_that_two_rounds_share_is_found(
     """
     if not is_known:
         monkeypatch.setattr(distribution_check, "MAX_CONTEXTS", 5)
-    count = 10_000 if is_known else 20_000
+    count = 4_000 if is_known else 10_000
     rule = speed_up(Block)
     assert check_rule(rule(seed=5), Chain(3, "sampled"), count)["verdict"] == "same"
     monkeypatch.setattr(Block, "revisits_positions", False)
