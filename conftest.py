@@ -128,6 +128,10 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of sweeps outside a sample as slow."""
-    sampling.mark_unsampled(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of sweeps outside a sample as slow, and leave out those that have no pair of
+    values which the others lack.
+    """
+    left_out = sampling.thin_sweeps(items)
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]

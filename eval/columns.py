@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spectrain.eval.kinds import POSITIONS, TEXT_POSITIONS
+from spectrain.decoding.acceptance.base import is_declared_lossless
+from spectrain.eval.kinds import POSITIONS, TEXT_POSITIONS, TURNS
 from spectrain.eval.noise import is_possible
 
 # ratio of the ends above which an interval is too wide to show: there were too few prompts
@@ -67,12 +68,20 @@ def format_speedup_interval(speedup: Entry) -> str:
 
 
 def format_identical(lossless: Entry) -> str:
-    """Format how many answers equal their reference; "not checked" if the rule is lossless in
-    distribution alone.
+    """Format how many answers equal their reference, or what the check of the distribution found;
+    "not checked" if nothing was compared.
     """
-    if lossless["checked"]:
-        return f"{lossless['identical']} of {lossless['checked']}"
-    return "not checked" if lossless.get("lossless", True) else "lossy"
+    if not is_declared_lossless(lossless):
+        return "lossy"
+    if (distribution := lossless.get("distribution")) and lossless["identical"] is None:
+        return {"same": "in distribution", "different": "DIFFERENT"}.get(
+            distribution["verdict"], "not checked"
+        )
+    return (
+        f"{lossless['identical']} of {lossless['checked']}"
+        if lossless["checked"]
+        else "not checked"
+    )
 
 
 def format_milliseconds(value: float) -> str:
@@ -183,8 +192,8 @@ SYSTEM_COLUMNS = (
         "lossless",
         "identical",
         format_identical,
-        "Answers that equal the target's own, token by token; a rule that is lossless in "
-        "distribution alone is not checked.",
+        "Answers that equal the target's own, token by token. For a rule that is lossless in "
+        "distribution alone, eval.check=distribution compares the distribution.",
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
         shown_in=("terminal", "markdown"),
     ),
@@ -239,10 +248,22 @@ TEXT_POSITION_COLUMNS = tuple(
 )
 """Tokens per forward by position in the text."""
 
+TURN_COLUMNS = tuple(
+    group_column(
+        f"by_turn.{name}",
+        name,
+        f"in {name} of a conversation",
+        f"acceptance_in/{name.replace(' ', '_')}",
+    )
+    for name in TURNS
+)
+"""Tokens per forward by turn of the conversation."""
+
 GROUP_COLUMNS = (
     ("kind of token", KIND_COLUMNS),
     ("position in the answer, in tokens", POSITION_COLUMNS),
     ("position in the text, in tokens", TEXT_POSITION_COLUMNS),
+    ("turn of the conversation", TURN_COLUMNS),
 )
 """What rounds are grouped by -> the columns of the groups."""
 
@@ -446,12 +467,18 @@ def list_serving_rows(summary: Entry) -> list[tuple[str, Entry]]:
 
 def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
     """Return the columns, of kinds or of positions, that some entry has; none if there is
-    content alone or the first range.
+    content alone, the first range or the first turn.
     """
     present = [column for column in columns if any(column.cell(entry) for entry in entries)]
     return (
         []
-        if present in ([KIND_COLUMNS[1]], [POSITION_COLUMNS[0]], [TEXT_POSITION_COLUMNS[0]])
+        if present
+        in (
+            [KIND_COLUMNS[1]],
+            [POSITION_COLUMNS[0]],
+            [TEXT_POSITION_COLUMNS[0]],
+            [TURN_COLUMNS[0]],
+        )
         else present
     )
 

@@ -41,6 +41,7 @@ from spectrain.eval.page import write_report
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.report import print_comparison, print_engines
 from spectrain.eval.settings import refuse_unknown
+from spectrain.eval.targets import compare_targets, group_by_target
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.output.verbosity import result_output
@@ -161,6 +162,8 @@ def compare_in_folder(
     folder.mkdir(parents=True, exist_ok=True)
     if comparison.scores is not None:
         result = compare_engines(scored, folder)
+    elif len(group_by_target(scored)) > 1:
+        result = compare_targets(scored, folder)
     else:
         result = compare_runs(scored, folder, None if runs else comparison.budget)
     write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")

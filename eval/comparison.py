@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name
 from spectrain.config.plain_files import read_json_object
+from spectrain.decoding.acceptance.base import is_declared_lossless
 from spectrain.errors import UserError
 from spectrain.eval.columns import (
     DRAFTER,
@@ -357,7 +358,9 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
     )
     # In half precision rounding may decide between tokens.
     same = not lossless or not lossless["differences"] or setting["dtype"] != "float32"
-    is_exact = same and (lossless is None or lossless["lossless"])
+    is_exact = same and (
+        lossless is None or (is_declared_lossless(lossless) and lossless["lossless"] is not False)
+    )
     return {
         "name": run.name,
         "label": run.name,

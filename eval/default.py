@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spectrain.errors import UserError
+from spectrain.eval.axes.grid import GridSweep
 from spectrain.eval.axes.sweep import (
     CONTEXT_LENGTHS,
     BatchSweep,
@@ -29,9 +30,9 @@ class SweepSettings:
     part: ClassVar[str] = "axes"
 
     # What to vary for one drafter: the number of prompts at once (batch), the length of prompts
-    # (context) or the temperature; null varies nothing.
-    sweep: Literal["batch", "context", "temperature"] | None = None
-    # Numbers of prompts at once of eval.sweep=batch.
+    # (context), both of these in one table (grid), or the temperature; null varies nothing.
+    sweep: Literal["batch", "context", "grid", "temperature"] | None = None
+    # Numbers of prompts at once of eval.sweep=batch and grid.
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     # Temperatures of eval.sweep=temperature; 0 takes the most likely token.
     temperatures: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
@@ -48,7 +49,7 @@ class DefaultEvaluation(SweepSettings, Evaluation):
 
     def __post_init__(self) -> None:
         # Lengths beyond the target's context are left out where nobody named them.
-        self.takes_default_lengths = self.sweep == "context" and self.context is None
+        self.takes_default_lengths = self.sweep in ("context", "grid") and self.context is None
         if self.takes_default_lengths:
             self.context = CONTEXT_LENGTHS
         super().__post_init__()
@@ -72,6 +73,8 @@ class DefaultEvaluation(SweepSettings, Evaluation):
             return [BatchSweep("batch", *shared, self.batches)]
         if self.sweep == "context":
             return [ContextSweep("context", *shared)]
+        if self.sweep == "grid":
+            return [GridSweep("batch", *shared, self.batches)]
         if self.sweep == "temperature":
             return [TemperatureSweep("temperature", *shared, self.temperatures)]
         return []

@@ -15,9 +15,9 @@ from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4  # largest gap between float32 logits that counts as a tie
 
-Evidence = Literal["checked", "by construction", "none"]
-"""What a claim that outputs are the target's rests on: answers that were compared here, the rule
-alone, or nothing.
+Evidence = Literal["checked", "distribution", "by construction", "none"]
+"""What a claim that outputs are the target's rests on: answers that were compared here token by
+token, texts whose distribution was compared here, the rule alone, or nothing.
 """
 
 
@@ -27,22 +27,45 @@ class Identity:
 
     rule: str
     # As the rule declares it, whatever was checked.
-    lossless: bool
+    declared: bool
     reference: str
     checked: int = 0
     identical: int = 0
+    # What the check of the distribution found; None without one.
+    distribution: dict[str, Any] | None = None
     near_ties: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def verdict(self) -> str | None:
+        """Return what the check of the distribution says; None without one."""
+        return None if self.distribution is None else str(self.distribution["verdict"])
+
+    @property
     def evidence(self) -> Evidence:
-        if not self.lossless:
+        if not self.declared:
             return "none"
-        return "checked" if self.checked else "by construction"
+        if self.checked:
+            return "checked"
+        return "distribution" if self.verdict in ("same", "different") else "by construction"
+
+    @property
+    def lossless(self) -> bool | None:
+        """Return whether outputs are the target's; None if the rule says so and nothing was
+        compared.
+        """
+        if not self.declared or self.verdict == "different":
+            return False
+        return None if self.evidence == "by construction" else True
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry `lossless` of summary.json."""
-        return {**vars(self), "evidence": self.evidence}
+        """Return the entry `lossless` of summary.json. Where only a distribution was compared,
+        `checked` counts its texts and `identical` is null.
+        """
+        entry = {"lossless": self.lossless, **vars(self), "evidence": self.evidence}
+        if self.distribution is not None and not self.checked:
+            entry |= {"checked": self.distribution["texts"], "identical": None}
+        return entry
 
 
 def check_identity(
@@ -52,7 +75,7 @@ def check_identity(
     run for sampling.
 
     A rule that weighs p against q is lossless in distribution, not token by token, so nothing is
-    compared: it is lossless by construction, which tests of the rule show and no score does.
+    compared here; `DistributionCheck` compares the distribution.
     """
     identities = {}
     greedy = [

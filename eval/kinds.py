@@ -35,6 +35,9 @@ TEXT_POSITIONS = {
 range.
 """
 
+TURNS = {"turn 1": 1, "turn 2": 2, "turn 3": 3, "turn 4": 4, "turn 5+": None}
+"""Turns of a conversation, counted from 0 -> the first turn after these."""
+
 
 @dataclass(frozen=True)
 class GroupedRound:

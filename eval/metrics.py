@@ -17,10 +17,12 @@ import numpy as np
 from spectrain.data.chat import token_kinds
 from spectrain.data.chat_template import KINDS, ChatTemplate, Kind
 from spectrain.decoding.generation import ROUND_PARTS, Generation
+from spectrain.eval.disparity import Disparity, compare_groups
 from spectrain.eval.intervals import Floats, Interval, interval
 from spectrain.eval.kinds import (
     POSITIONS,
     TEXT_POSITIONS,
+    TURNS,
     GroupedRound,
     RoundNumbers,
     average_rounds,
@@ -119,6 +121,10 @@ class SystemNumbers:
     by_kind: dict[str, RoundNumbers]
     by_position: dict[str, RoundNumbers]
     by_text_position: dict[str, RoundNumbers]
+    # Rounds by the turn of their conversation.
+    by_turn: dict[str, RoundNumbers]
+    # The worst category of prompts over the best; None with fewer than two categories.
+    disparity: Disparity | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
@@ -228,6 +234,10 @@ def measure_system(
         "by_kind": acceptance_by_kind(turns, template),
         "by_position": acceptance_by_position(turns),
         "by_text_position": acceptance_by_text_position(turns),
+        "by_turn": acceptance_by_turn(turns),
+        "disparity": compare_groups(
+            {category: acceptance_columns(part) for category, part in categories.items()}
+        ),
     }
 
 
@@ -362,6 +372,16 @@ def acceptance_by_text_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers
         for start, length in round_starts(turn.drafted)
     ]
     return average_rounds(TEXT_POSITIONS, rounds)
+
+
+def acceptance_by_turn(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
+    """Average complete rounds by the turn of the conversation that they answer."""
+    rounds = [
+        GroupedRound(position_range(turn.turn, TURNS), turn.id, length)
+        for turn in turns
+        for _, length in round_starts(turn.drafted)
+    ]
+    return average_rounds(TURNS, rounds)
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ All are made of summary.json.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spectrain.decoding.acceptance.base import describe_construction
+from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
     DRAFTER,
@@ -88,6 +88,17 @@ def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def describe_disparity(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Say how many tokens per forward the worst category has, over the best."""
+    if disparity := entry.get("disparity"):
+        ends = format_interval(disparity["ci95"])
+        yield (
+            f"Disparity of tokens per forward: {disparity['worst']} has {disparity['ratio']:.2f} "
+            f"of {disparity['best']}"
+            + (f" (95 % {ends}, corrected for the choice of the pair)." if ends else ".")
+        )
+
+
 def describe_throughput_model(entry: Mapping[str, Any]) -> Iterator[str]:
     """Say what the surveys' model makes of a chain, in its symbols, beside what was measured."""
     model = entry.get("throughput_model")
@@ -116,6 +127,7 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     yield from describe_acceptance(summary)
     for entry in list_systems(summary).values():
         yield from describe_worst_category(entry)
+    yield from describe_disparity(summary)
     for entry in list_systems(summary).values():
         yield from describe_throughput_model(entry)
     limits = summary.get("bounds", {})
@@ -263,8 +275,17 @@ def list_warnings(summary: Summary) -> Iterator[str]:
             + "."
         )
     lossless = summary["lossless"]
-    if lossless is not None and (lossless["differences"] or not lossless["lossless"]):
+    if lossless is None:
+        return
+    if lossless["differences"] or lossless["lossless"] is False:
         yield describe_identity(lossless)
+        yield from describe_distribution(lossless)
+    for entry in summary["compared"].values():
+        own = entry.get("lossless") or {}
+        if is_declared_lossless(own) and (own.get("distribution") or {}).get("verdict") == (
+            "different"
+        ):
+            yield f"{entry['label']}: {' '.join(describe_distribution(own))}"
 
 
 def list_caveats(summary: Summary) -> Iterator[str]:
@@ -293,8 +314,10 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
     lossless = summary["lossless"]
-    if lossless is not None and lossless["lossless"] and not lossless["differences"]:
-        yield describe_identity(lossless)
+    if lossless is not None and lossless["lossless"] is not False and not lossless["differences"]:
+        if lossless["identical"] is not None:
+            yield describe_identity(lossless)
+        yield from describe_distribution(lossless)
 
 
 def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
@@ -394,8 +417,10 @@ def describe_identity(lossless: Summary) -> str:
             f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from "
             f"{lossless['reference']}."
         )
-    if not lossless["lossless"]:
+    if not is_declared_lossless(lossless):
         return f"{lossy_warning(lossless['rule'])}."
+    if lossless["lossless"] is False:
+        return f"NOT LOSSLESS: answers under rule {lossless['rule']} differ in distribution."
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
         return (
@@ -403,6 +428,51 @@ def describe_identity(lossless: Summary) -> str:
             f"near ties: {ties}."
         )
     return f"{describe_construction(lossless['rule'])}."
+
+
+def describe_distribution(lossless: Summary) -> Iterator[str]:
+    """Say what the check of the distribution compared, what it found, and what it would have
+    seen.
+    """
+    check = lossless.get("distribution")
+    if not check:
+        return
+    compared = (
+        f"{check['texts']:,} texts of {check['tokens']} tokens after {check['prompts']} prompts, "
+        f"compared with {check['reference']}"
+    )
+    if check["verdict"] == "unknown":
+        yield (
+            f"Distribution not checked: the target leaves nothing to chance in {compared}; raise "
+            "the temperature, or score other prompts."
+        )
+        return
+    smallest = min(check["tests"], key=lambda test: test["p_value"])
+    tests = (
+        f"{len(check['tests'])} tests, smallest p {smallest['p_value']:.2g} ({smallest['name']})"
+    )
+    if check["verdict"] == "different":
+        low, high = check["total_variation_ci95"]
+        yield (
+            f"Distribution DIFFERENT from the target's: {compared}; {tests}. Total variation of a "
+            f"text at least {check['total_variation']:.3f} (95 % {low:.3f} to {high:.3f})."
+        )
+    else:
+        seen = ""
+        if check["visible_distance"] is not None:
+            seen = (
+                f"; a total variation of {check['visible_distance']:.2f} would have been seen with "
+                f"a chance of {check['power']:.0%}"
+            )
+        yield (
+            f"Distribution the same as the target's: {compared}; {tests}{seen}. False alarms: "
+            f"{check['false_alarms']:.1%} of scores."
+        )
+    if not check["drafted_rounds"]:
+        yield (
+            "No round of these texts drafted, so this says nothing about the rule; use a tree that "
+            "always drafts, as tree=chain."
+        )
 
 
 def format_rates(rates: list[float]) -> str:

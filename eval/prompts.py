@@ -39,7 +39,12 @@ HUB: dict[str, tuple[str, str | None, str]] = {
     "alpaca": ("tatsu-lab/alpaca", None, "train"),
     "cnn_dm": ("abisee/cnn_dailymail", "3.0.0", "test"),
 }
-SHIPPED = {"arithmetic": "arithmetic.jsonl"}  # in spectrain/data
+# In spectrain/data.
+SHIPPED = {
+    "arithmetic": "arithmetic.jsonl",
+    "languages": "languages.jsonl",
+    "turns": "turns.jsonl",
+}
 NAMES = sorted([*HUB, *SHIPPED, "humaneval"])
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 CODE = "Complete this Python function and give all of it in one code block.\n\n```python\n{}\n```"

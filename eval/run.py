@@ -25,6 +25,7 @@ from spectrain.drafters.base import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines
 from spectrain.eval.columns import DRAFTER, tracked_systems
+from spectrain.eval.distribution_check import DistributionCheck
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
@@ -246,7 +247,7 @@ class EngineAnswers(AnswerSource):
             return None
         evaluation.chosen = take_turns(evaluation.chosen)
         return TimeLimit(
-            evaluation.max_minutes, evaluation.check, evaluation.report, evaluation.repeats
+            evaluation.max_minutes, bool(evaluation.check), evaluation.report, evaluation.repeats
         )
 
     def _leave_out(self, limit: TimeLimit) -> None:
@@ -353,9 +354,30 @@ class EngineAnswers(AnswerSource):
             identity = check_identity(
                 target, [*decoding.systems], decoding.turns, self.evaluation.max_new_tokens
             )
+            for name, distribution in self._check_distribution().items():
+                identity[name].distribution = distribution
             for name, checked in identity.items():
                 summaries[name].lossless = checked.summary()
         return summaries
+
+    def _check_distribution(self) -> dict[str, dict[str, Any]]:
+        """Compare the distribution of sampled answers with the target's, for every system that
+        draws; nothing unless eval.check=distribution.
+        """
+        evaluation = self.evaluation
+        target = self.candidate.target
+        sampled = [system for system in self.decoding.systems if system.rule.is_random]
+        if evaluation.check != "distribution" or not sampled:
+            return {}
+        prompts = sorted((prompt.tokenize_for(target) for prompt in evaluation.chosen), key=len)
+        return DistributionCheck(
+            self.decoding.decoder,
+            prompts,
+            evaluation.check_texts,
+            evaluation.batch_size,
+            evaluation.max_new_tokens,
+            self.shown_progress.begin,
+        ).run(sampled)
 
     def _summarize_system(self, system: System, turns: list[Turn], noise: Noise) -> SystemSummary:
         """Compute the numbers of a system."""

@@ -94,8 +94,9 @@ class OutputCheck:
     part: ClassVar[str] = "statistics"
 
     # Compare every output with its reference and, of a server that serves a run, every round with
-    # our own chain's.
-    check: bool = True
+    # our own chain's. With distribution, also compare the distribution of sampled answers with the
+    # target's, on this model.
+    check: bool | Literal["distribution"] = True
 
 
 @dataclass
@@ -224,6 +225,9 @@ class StatisticsSettings:
     # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always
     # reports them.
     quality: bool = False
+    # With eval.check=distribution, number of short texts that each system continues; four times as
+    # many see half the distance. They are not counted in eval.max_minutes.
+    check_texts: int = 2000
     # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score
     # them.
     execute: bool = False
@@ -242,6 +246,7 @@ class StatisticsSettings:
     other_device: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
+        refuse_below("check_texts", self.check_texts, 100)
         for key in ("bound_ms", "price_per_hour"):
             if (value := getattr(self, key)) is not None:
                 refuse_not_positive(key, value)

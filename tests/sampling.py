@@ -1,4 +1,4 @@
-"""Of a long sweep `make test` runs a sample, `make test-full` every case.
+"""Of a long sweep `make test` runs a sample, and `make test-full` a cover of all pairs of values.
 
     @pytest.mark.sweep(8)                   # at least eight cases
     @pytest.mark.sweep(8, free=("seed",))   # whose seeds need not all occur
@@ -6,7 +6,12 @@
 
 The first case is always in the sample, and so is every value of every parameter that is not free:
 each dtype, tree, rule and family still runs, only not in every combination. Which cases fill it up
-follows from their ids, so it is the same everywhere.
+follows from their ids, so it is the same everywhere. A test that is marked as slow has no sample.
+
+The cover has the sample, and every two values of different parameters, free ones too, that some
+case has together. A fault that needs three values at once is rare, and a grid of five parameters
+has ten times as many cases as pairs need. So a sweep of one parameter or two runs as a whole. What
+is in no cover is not a test: pytest counts it as deselected. A case that is named alone still runs.
 """
 
 import random
@@ -59,6 +64,29 @@ def sample(
     return set(sampled)
 
 
+def cover_pairs(cases: Sequence[Case], sampled: set[str]) -> set[str]:
+    """Return the sample and the further cases that together have every pair of values of
+    different parameters which occurs in any case.
+    """
+
+    def list_pairs(parameters: dict[str, Any]) -> set[Any]:
+        values = sorted((key, repr(value)) for key, value in flatten_parameters(parameters))
+        return set(combinations(values, 2)) if len(values) > 1 else set(values)
+
+    pairs = {name: list_pairs(parameters) for name, parameters in cases}
+    covered = set(sampled)
+    missing = set[Any]().union(*pairs.values())
+    for name in sampled:
+        missing -= pairs[name]
+    others = sorted(pairs.keys() - sampled, key=lambda name: (crc32(name.encode()), name))
+    while missing:
+        best = max(others, key=lambda name: len(pairs[name] & missing))
+        covered.add(best)
+        others.remove(best)
+        missing -= pairs[best]
+    return covered
+
+
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return few cases with a choice on each axis, in which every two choices on different axes
     meet.
@@ -82,22 +110,24 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return cases
 
 
-def mark_unsampled(items: Sequence[pytest.Item]) -> None:
-    """Mark the cases of sweeps that are in no sample as slow."""
+def thin_sweeps(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Mark the cases of sweeps that are in no sample as slow, and return those that are in no
+    cover either.
+    """
     sweeps = defaultdict(list)
     for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and item.get_closest_marker("sweep")
-            and not item.get_closest_marker("slow")
-        ):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep"):
             sweeps[item.nodeid.split("[")[0]].append(item)
-    for cases in sweeps.values():
-        mark = cases[0].get_closest_marker("sweep")
+    left_out = set[pytest.Item]()
+    for functions in sweeps.values():
+        mark = functions[0].get_closest_marker("sweep")
         assert mark is not None
-        sampled = sample(
-            [(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs
-        )
-        for case in cases:
-            if case.nodeid not in sampled:
-                case.add_marker(pytest.mark.slow)
+        cases = [(function.nodeid, function.callspec.params) for function in functions]
+        sampled = sample(cases, *mark.args, **mark.kwargs)
+        covered = cover_pairs(cases, sampled)
+        for function in functions:
+            if function.nodeid not in sampled:
+                function.add_marker(pytest.mark.slow)
+            if function.nodeid not in covered:
+                left_out.add(function)
+    return left_out

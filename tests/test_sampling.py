@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sampling import Case, pairwise, sample
+from tests.sampling import Case, cover_pairs, pairwise, sample
 
 CASES: list[Case] = [
     (f"test[{size}-{tree}-{seed}]", {"size": size, "tree": tree, "seed": seed})
@@ -76,12 +76,38 @@ def test_every_pair_meets() -> None:
     assert len(cases) <= 24 and cases == pairwise(*axes)
 
 
+def test_the_cover_has_every_pair() -> None:
+    """The cover has the sample, and every two values that stand together in the whole grid stand
+    together in one of its cases. It is much smaller than the grid, and always the same.
+    """
+    sampled = sample(CASES, 4)
+    covered = cover_pairs(CASES, sampled)
+    assert sampled <= covered and len(covered) < 0.6 * len(CASES)
+    for first, second in combinations(("size", "tree", "seed"), 2):
+        pairs = {
+            (parameters[first], parameters[second]) for name, parameters in CASES if name in covered
+        }
+        assert pairs == {(parameters[first], parameters[second]) for _, parameters in CASES}
+    assert covered == cover_pairs(CASES[:1] + CASES[:0:-1], sampled)
+
+
+def test_the_cover_of_at_most_two_parameters_is_the_whole() -> None:
+    for keys in (("size",), ("size", "tree")):
+        cases = [(name, {key: values[key] for key in keys}) for name, values in CASES]
+        distinct = {tuple(values.values()) for _, values in cases}
+        covered = cover_pairs(cases, sample(cases, 1))
+        values_by_name = dict(cases)
+        assert {tuple(values_by_name[name].values()) for name in covered} == distinct
+
+
 CONFTEST = """
 import pytest
-from tests.sampling import mark_unsampled
+from tests.sampling import thin_sweeps
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items): mark_unsampled(items)
+def pytest_collection_modifyitems(items):
+    left_out = thin_sweeps(items)
+    items[:] = [item for item in items if item not in left_out]
 """
 SWEEP = """
 import pytest
@@ -91,20 +117,27 @@ import pytest
 @pytest.mark.parametrize("size", range(6))
 def test_sweep(size, tree): ...
 
+@pytest.mark.slow
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tree", ["chain", "star"])
+@pytest.mark.parametrize("size", range(3))
+def test_slow_sweep(size, tree, seed): ...
+
 @pytest.mark.parametrize("size", range(6))
 def test_other(size): ...
 """
 
 
 def test_the_rest_is_slow(tmp_path: Path) -> None:
-    """What is in no sample is left out by -m "not slow" and runs with the slow tests; other
-    tests are left alone.
+    """What is in no sample is left out by -m "not slow" and runs with the slow tests, where it
+    has a pair of values that no other case has; other tests are left alone.
     """
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(SWEEP)
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    for which, count in (("not slow", 12), ("slow", 6), ("slow or not slow", 18)):
+    for which, count in (("not slow", 12), ("slow", 15), ("slow or not slow", 27)):
         command = [
             sys.executable,
             "-m",

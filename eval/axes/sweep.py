@@ -144,14 +144,20 @@ class BatchSweep(AxisSweep):
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
+        timed = self.measure_sizes(results, results.turns[results.systems[0].name])
+        yield from (point for point, _ in timed.values())
+        self.load = simulate_policies(make_time_table(timed), self.bound_ms)
+
+    def measure_sizes(
+        self, results: Results, texts: Sequence[Turn]
+    ) -> dict[int, tuple[AxisPoint, list[Batch]]]:
+        """Measure texts in batches of every size that they allow."""
         first = results.systems[0]
-        texts = results.turns[results.systems[0].name]
         sizes = sorted({size for size in self.sizes if size <= len(texts)}) or [1]
         if missing := sorted({*self.sizes} - {*sizes}):
             listed = ", ".join(map(str, missing))
-            self.left_out.append(
-                f"Batches of {listed} need as many prompts; {len(texts)} turns were scored."
-            )
+            sentence = f"Batches of {listed} need as many prompts; {len(texts)} turns were scored."
+            self.left_out += [] if sentence in self.left_out else [sentence]
         systems = {
             size: replace(
                 first, name=f"{first.name}-batch-{size}", builder=copy.deepcopy(first.builder)
@@ -166,8 +172,7 @@ class BatchSweep(AxisSweep):
             labels = describe_tree(systems[size].builder), first.rule.name
             outputs = [*answers] if first.rule.fixes_choice else None
             timed[size] = measure_point(size, batches, *labels, self.bound_ms, outputs), batches
-        yield from (point for point, _ in timed.values())
-        self.load = simulate_policies(make_time_table(timed), self.bound_ms)
+        return timed
 
     def decode_sizes(
         self, target: Target, systems: dict[int, System], texts: Sequence[Turn]
@@ -274,10 +279,8 @@ class ContextSweep(AxisSweep):
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
         first = results.systems[0]
-        groups: dict[int, list[Turn]] = {}
-        for turn in results.turns[first.name]:
-            groups.setdefault(parse_length(turn.category), []).append(turn)
-        for length in sorted(groups):
+        groups = group_by_length(results.turns[first.name])
+        for length in groups:
             outputs = (
                 [turn.autoregressive.output for turn in groups[length]]
                 if first.rule.fixes_choice
@@ -287,6 +290,14 @@ class ContextSweep(AxisSweep):
             yield measure_point(
                 length, [[turn] for turn in groups[length]], *labels, self.bound_ms, outputs
             )
+
+
+def group_by_length(turns: Sequence[Turn]) -> dict[int, list[Turn]]:
+    """Return turns by the length that eval.context extended their prompts to, shortest first."""
+    groups: dict[int, list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault(parse_length(turn.category), []).append(turn)
+    return dict(sorted(groups.items()))
 
 
 def limit_lengths(filler: ContextFiller, target: Target, max_new_tokens: int) -> ContextFiller:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.plain_files import read_json_object
-from spectrain.decoding.acceptance.base import describe_construction
+from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import EngineLaunch
@@ -130,7 +130,7 @@ def measured_section(run: Path) -> list[str]:
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
         lines += [*summary.get("headline", []), *acceptance_lines(summary)]
         lossless = summary.get("lossless") or {}
-        if not lossless.get("lossless", True):
+        if not is_declared_lossless(lossless):
             lines.append(f"{lossy_warning(lossless['rule'])}.")
         elif lossless.get("rule") and not lossless["checked"]:
             lines.append(f"{describe_construction(lossless['rule'])}.")
@@ -293,10 +293,12 @@ def format_row(entry: dict[str, Any]) -> str:
     length = entry["acceptance_length"]
     speed = entry["speedup"]
     lossless = entry.get("lossless") or {}
-    unchecked = "not checked" if lossless.get("lossless", True) else "lossy"
+    unchecked = "not checked" if is_declared_lossless(lossless) else "lossy"
+    if lossless.get("distribution"):
+        unchecked = f"distribution: {lossless['distribution']['verdict']}"
     identical = (
         f"{lossless['identical']} of {lossless['checked']}"
-        if lossless.get("checked")
+        if lossless.get("checked") and lossless["identical"] is not None
         else unchecked
     )
     tokens, speedup = (

@@ -26,6 +26,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.vocabulary import VocabularyDrafter
+from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import find_mismatches, load_tensors
@@ -61,12 +62,13 @@ def find_misinterpretation(
         return []
     target: Target = files.spec.build()
     target.pack_weights()
-    for _, fault in find_mismatches(build_drafter(drafter, target), drafter.tensors):
+    mismatch = find_mismatch(drafter, target)
+    if mismatch is not None:
         return [
             Finding(
                 "wrong-shape",
                 "error",
-                fault,
+                mismatch,
                 "it is of another target",
                 "lint with the target that it is for",
             )
@@ -211,6 +213,15 @@ def build_drafter(drafter: DrafterCheckpoint, target: Target) -> VocabularyDraft
     spec = drafter.spec.with_settings(**MEASUREMENT_SETTINGS.get(drafter.family, {}))
     module: VocabularyDrafter = spec.build(target=target)
     return module
+
+
+def find_mismatch(drafter: DrafterCheckpoint, target: Target) -> str | None:
+    """Return why a drafter does not fit a target, and None where it fits."""
+    try:
+        module = build_drafter(drafter, target)
+    except UserError as error:
+        return str(error).partition(";")[0]
+    return next((fault for _, fault in find_mismatches(module, drafter.tensors)), None)
 
 
 def with_changes(

@@ -13,6 +13,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
 from spectrain.eval.axes import load
+from spectrain.eval.axes.grid import describe_grid, grid_cells, grid_titles
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
 from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
@@ -275,3 +276,35 @@ def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
     assert advise_axis([quick])[0] == "no drafter"
     missing, command = describe_missing({"many users", "long context"}) or ("", "")
     assert missing == "high temperature" and "eval.sweep=temperature" in command
+
+
+def test_the_grid_has_every_batch_at_every_length(shallow: Target, tmp_path: Path) -> None:
+    """Each cell has the target's own answers, and the smallest batch the tokens of the evaluation;
+    the line of each length is the crossover of its row.
+    """
+    evaluation = make_evaluation(
+        tmp_path, check=False, sweep="grid", batches=(1, 2, 64), context=(24, 48)
+    )
+    evaluation.check_prompts(shallow)
+    folder = tmp_path / "run" / "eval" / "grid"
+    summary = evaluation.score(
+        Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder
+    )
+    grid = summary["grid"]
+    assert [row["context"] for row in grid["rows"]] == [24, 48]
+    for row in grid["rows"]:
+        first = row["points"][0]
+        numbers = summary["by_category"][str(row["context"])]
+        assert first["acceptance_length"] == numbers["acceptance_length"]
+        assert [point["value"] for point in row["points"]] == [1, 2]
+        assert all(point["identical"] == point["checked"] for point in row["points"])
+        speedups = [point["speedup"] for point in row["points"]]
+        assert row["crossover"] == asdict(
+            find_crossover([1, 2], speedups, [point["ci95"] for point in row["points"]])
+        )
+    titles = grid_titles(grid)
+    assert titles == ["context", "1 at once", "2 at once", "pays up to"]
+    assert all(len(cells) == len(titles) for cells in grid_cells(grid))
+    sentences = " ".join(describe_grid(grid))
+    assert "24: " in sentences and "48: " in sentences and "Batches of 64 need" in sentences
+    assert (folder / "grid.md").read_text().startswith("| context | 1 at once")

@@ -4,7 +4,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +24,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.baselines import INSTALLED
-from spectrain.eval.notes import explain_numbers
+from spectrain.eval.notes import explain_numbers, list_caveats
 from spectrain.eval.run import Evaluation
 from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
@@ -75,7 +75,10 @@ class WrongNgram(Ngram):
 
 
 def make_evaluation(
-    folder: Path, baselines: tuple[str, ...] = (), check: bool = True, **more: Any
+    folder: Path,
+    baselines: tuple[str, ...] = (),
+    check: bool | Literal["distribution"] = True,
+    **more: Any,
 ) -> Evaluation:
     """Make an evaluation over three short prompts, one of two turns; options that only some
     tests need are off.
@@ -384,7 +387,8 @@ def test_every_rule_is_scored(
     summary = make_evaluation(tmp_path, ("chain", "ngram", *INSTALLED)).score(
         candidate, tmp_path / "one"
     )
-    assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
+    assert summary["lossless"]["checked"] == 0 and summary["lossless"]["declared"] is rule.lossless
+    assert summary["lossless"]["lossless"] is (None if rule.lossless else False)
     # nothing is drawn there: matched with the same p
     copied = summary["compared"]["ngram"]["lossless"]
     assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
@@ -624,3 +628,22 @@ def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(
             make_evaluation(tmp_path, **{"measured": True, **settings}).puts_chain_first(candidate)
             == first
         )
+
+
+@pytest.mark.slow
+def test_the_distribution_of_a_users_target_is_checked(
+    shallow: Target, tmp_path: Path, eagle3: Eagle3
+) -> None:
+    """eval.check=distribution compares texts with tables where top-k leaves two tokens, and else
+    with plain sampling, for every system that draws; the score says so.
+    """
+    for top_k, reference in ((2, "known next-token tables"), (0, "plain sampling")):
+        candidate = Candidate(shallow, eagle3, Chain(3, "sampled"), Block(top_k=top_k), SETTING)
+        evaluation = make_evaluation(tmp_path, ("ngram",), check="distribution", check_texts=300)
+        summary = evaluation.score(candidate, tmp_path / str(top_k))
+        for entry in (summary, summary["compared"]["ngram"]):
+            check = entry["lossless"]["distribution"]
+            assert check["verdict"] == "same" and check["reference"] == reference
+            assert check["texts"] >= 300 and check["drafted_rounds"] > 0
+            assert entry["lossless"]["lossless"] is True and entry["lossless"]["checked"] > 0
+        assert "Distribution the same" in " ".join(" ".join(list_caveats(summary)).split())

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.eagle_layers import default_layers, engine_layers
 from spectrain.errors import RunError, UserError
 from spectrain.export.converter import convert, read_drafter, write_checked
 from spectrain.export.layouts import select_layout
+from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 
@@ -62,6 +64,23 @@ def test_another_number_of_layers_is_refused_by_number(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message + r"\[1, 2, 3\], or use the format vllm"):
             convert(tmp_path / "run", tmp_path / "out", layout, TargetFiles(target.path))
     assert convert(tmp_path / "run", tmp_path / "vllm", "vllm", TargetFiles(target.path)).is_dir()
+
+
+def test_a_drafter_of_another_target_is_a_fault_in_a_sentence(tmp_path: Path) -> None:
+    """Its three heads do not divide the width of the target that it is linted with."""
+    target = make_target(tmp_path / "target", hidden_size=48, num_attention_heads=3)
+    save_random(tmp_path / "run", target, "eagle3", vocab_size=256)
+    (finding,) = lint(tmp_path / "run", TargetFiles("tiny"))
+    assert finding.name == "wrong-shape" and finding.consequence == "it is of another target"
+    assert "hidden size (128) is not a multiple of the number of attention heads (3)" in (
+        finding.problem
+    )
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    with pytest.raises(UserError, match=r"drafter\.architecture: .*heads \(5\); correct it"):
+        Eagle3(target, vocab_size=256, architecture={"num_attention_heads": 5})
 
 
 def test_errors_while_writing_name_the_users_folder(tmp_path: Path) -> None:

@@ -195,14 +195,15 @@ def test_kernel_equals_reference(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("splits", AXES["splits"])
 @pytest.mark.parametrize("prefix", AXES["prefix"])
 @pytest.mark.parametrize("num_new", AXES["num_new"])
 def test_kernel_equals_reference_everywhere(
     num_new: int, prefix: int, splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernel = reference for every number of nodes, prefix and number of splits, so at every edge
-    of blocks; other choices drawn."""
+    """Kernel = reference for every two of a number of nodes, a prefix and a number of splits, so at
+    every edge of blocks; other choices drawn."""
     draw = random.Random(repr((num_new, prefix, splits)))
     assert_agrees(
         Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])),

@@ -466,6 +466,7 @@ def test_recursive_kernel_equals_reference(
 
 @interpreter
 @pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize(
     "num_nodes, shape, cut, size, dtype", pairwise(SIZES, SHAPES, CUTS, (30, 90), DTYPES)

@@ -270,7 +270,10 @@ class ResearchPart(
         if self.search is not None:
             extensions.append(
                 Adversary(
-                    self.search, evaluation.chosen, evaluation.max_new_tokens, evaluation.check
+                    self.search,
+                    evaluation.chosen,
+                    evaluation.max_new_tokens,
+                    bool(evaluation.check),
                 )
             )
         if self.optimum:
@@ -300,7 +303,7 @@ class ResearchPart(
             settings = BeamSettings(
                 self.beams, self.beam_method, self.beam_drafts, self.beam_threshold, self.items
             )
-            extensions.append(Beams(settings, evaluation.max_new_tokens, evaluation.check))
+            extensions.append(Beams(settings, evaluation.max_new_tokens, bool(evaluation.check)))
         if evaluation.report:
             extensions.append(Traffic())
         return extensions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,17 @@ DESCRIPTION: dict[Children, str] = {
 
 
 def describe_construction(rule: str) -> str:
-    """Say why sampled output is the target's, and that no score shows it."""
+    """Say why sampled output is the target's, and how a score shows it."""
     return (
         f"Rule {rule}: the output has the target's distribution by construction; the rule is "
-        "tested statistically, and these answers were not checked"
+        "tested statistically, and these answers were not checked. eval.check=distribution "
+        "compares distributions on this model"
     )
+
+
+def is_declared_lossless(lossless: Mapping[str, Any]) -> bool:
+    """Tell from the entry `lossless` of a summary whether its rule is lossless by declaration."""
+    return bool(lossless.get("declared", lossless.get("lossless", True)))
 
 
 def make_nodes(tree: TokenTree) -> TreeNodes:

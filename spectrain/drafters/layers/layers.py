@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
@@ -98,7 +99,8 @@ def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
     """Return the configuration of one Llama layer with the target's width, heads and rotary
-    embedding, which engines expect of a drafter."""
+    embedding, which engines expect of a drafter; raise a UserError where the changes do not fit
+    the target."""
     try:
         layer = llama_layer_settings(target.config, changes)
     except RopeError as error:
@@ -108,7 +110,14 @@ def llama_config(target: Target, changes: dict[str, Any] | None = None) -> Llama
             else f"target {target.name}"
         )
         raise UserError(f"{where}: {error}") from error
-    return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
+    try:
+        return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
+    except StrictDataclassError as error:
+        reason = first_line(error.__cause__ or error).rstrip(".")
+        raise UserError(
+            f"drafter.architecture: it does not fit target {target.name}: {reason}; correct it, or "
+            "use the target that the drafter is for"
+        ) from error
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capabilities, Capture, SavedFiles
+from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, head_loss
@@ -44,9 +44,9 @@ class Kangaroo(SelfDrafter):
     """
 
     saved = SavedFiles(shape=("exit_layer",))
-    capabilities = Capabilities(
+    capabilities = replace(
+        SelfDrafter.capabilities,
         capture=Capture(state_names=("cache",), needs_all_drafts=True),
-        nestable=False,
     )
 
     def __init__(

@@ -80,7 +80,7 @@ def print_sweep(console: Console, summary: dict[str, Any]) -> None:
         for name, entry in summary["compared"].items()
         if name.startswith(f"{sweep['over']}-")
     ]
-    if entries and all(entries):
+    if entries and all(entry and entry["identical"] is not None for entry in entries):
         identical, checked = (
             sum(entry[key] for entry in entries) for key in ("identical", "checked")
         )

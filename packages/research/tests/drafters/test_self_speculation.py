@@ -14,7 +14,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.layers.self_speculation import SelfDrafter
+from spectrain.drafters.layers.self_speculation import SelfDrafter, SelfDraftingCost
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
@@ -38,6 +38,13 @@ TEXTS = (
 def prompts(tiny: Target) -> list[list[int]]:
     """Three prompts of different lengths."""
     return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+def test_every_draft_step_reads_the_layers_that_draft() -> None:
+    """Whatever else a family declares, the lower bound of its time has the target's layers."""
+    kinds = SelfDrafter.__subclasses__()
+    assert {EarlyExit, Kangaroo, LayerSkipping} <= {*kinds}
+    assert all(issubclass(kind.capabilities.cost, SelfDraftingCost) for kind in kinds)
 
 
 class Recording(Rollout):

@@ -44,6 +44,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration
     prompts, names it in the setting and on the screen, and given that set does not search and has
     the same rounds."""
+    monkeypatch.setenv("SPECTRAIN_LOG", "notes")
     path = write_prompts(tmp_path)
     words = [
         "eval",

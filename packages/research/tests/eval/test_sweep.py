@@ -27,6 +27,7 @@ from spectrain.eval.noise import is_possible
 from spectrain.eval.run import Evaluation
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
+from spectrain.output.verbosity import command_output
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain_research.kangaroo.drafter import Kangaroo
@@ -204,10 +205,8 @@ def assert_printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], se
         ]
         assert f"{row} {' '.join(cells)}" in lines, out
     number = len(sweep["rows"]) * len(sweep["columns"])
-    assert (
-        f"identical in all {number} settings: {number * NUM_TURNS} of {number * NUM_TURNS} answers"
-        in lines
-    )
+    answers = f"{number * NUM_TURNS} of {number * NUM_TURNS} answers"
+    assert f"Identical in all {number} settings: {answers}." in lines
     best = sweep["fastest"]
     named = (
         f"Fastest on these prompts: {sweep['row']}={best[sweep['row']]} "
@@ -403,10 +402,8 @@ def test_every_cell_of_prunings_is_decoded(
         entry = summary["compared"][name]
         pruning = Pruning(layer, top)
         generations, saved = count_alone(shallow, folder, rule, drafter, builder, pruning)
-        verified, pruned = (
-            sum(sum(getattr(generation, key)) for generation in generations)
-            for key in ("nodes", "pruned")
-        )
+        verified = sum(sum(generation.node_counts) for generation in generations)
+        pruned = sum(sum(generation.pruned_counts) for generation in generations)
         assert rounds_of(folder, name) == list_rounds(generations) and pruned > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
         assert entry["pruning"].keys() == {
@@ -472,9 +469,10 @@ def test_pruned_and_unpruned_rounds(
     )
     capsys.readouterr()
     folder = tmp_path / "pruned"
-    summary = make_evaluation(tmp_path, prune_layer=7, prune_top=1).score(
-        Candidate(tiny, drafter, builder, rule, SETTING), folder
-    )
+    with command_output("notes"):
+        summary = make_evaluation(tmp_path, prune_layer=7, prune_top=1).score(
+            Candidate(tiny, drafter, builder, rule, SETTING), folder
+        )
     assert plain["compared"] == {} and summary["compared"].keys() == {"unpruned"}
     assert "pruning" not in plain and "pruning" not in summary["compared"]["unpruned"]
     assert (summary["pruning"]["layer"], summary["pruning"]["top_k"]) == (7, 1)

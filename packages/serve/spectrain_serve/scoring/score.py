@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import RunError
+from spectrain.errors import RunError, UserError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
@@ -86,6 +86,11 @@ class ServerEvaluation(PromptedEvaluation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.check == "distribution":
+            raise UserError(
+                "eval.check=distribution: it decodes with this engine; leave out server=.., or use "
+                "eval.check=true"
+            )
         self.limits = LatencyLimits.parse(self.slo)
 
     def score(self, subject: ServedSubject, folder: Path) -> dict[str, Any]:
@@ -173,9 +178,15 @@ class ServerAnswers(AnswerSource):
         """Compute the numbers of one level; what cannot be known is None or empty."""
         source = find_counter_source(drafted)
         numbers = measure_system(turns, True, self.template)
-        by_answer = ("by_kind", "by_position", "by_text_position", "by_category")
+        by_answer = (
+            "by_kind",
+            "by_position",
+            "by_text_position",
+            "by_turn",
+            "by_category",
+        )
         numbers |= {"time_share": {}} | (
-            {} if source == "requests" else {name: {} for name in by_answer}
+            {} if source == "requests" else {**{name: {} for name in by_answer}, "disparity": None}
         )
         unknown = ["acceptance_length"] if source == "none" else []
         if plain is None:
