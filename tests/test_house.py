@@ -39,6 +39,7 @@ ROOMS = (
     ("export",),
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
+    ("integrations",),
     tuple(Path(package).name for package in PACKAGES),
     ("cli",),
     ("__init__", "__main__"),

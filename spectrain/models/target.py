@@ -72,6 +72,8 @@ class Target(ModelParts):
         # Whether the layers were loaded; without them nothing runs but embedding, final norm and
         # output layer.
         self.has_layers = True
+        # Whether the weights are those of a model in training, which changes them.
+        self.shares_weights = False
         # How the processes of the launch hold the model together.
         self.sharding = sharding
         self.runs_in_lockstep = sharding != "none"
@@ -127,9 +129,10 @@ class Target(ModelParts):
 
     def pack_weights(self) -> None:
         """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on
-        a GPU one product for the linears that read the same input. A sharded target stays as it is.
+        a GPU one product for the linears that read the same input. A sharded target stays as it is,
+        and so does one whose weights another model changes, because these hold copies.
         """
-        if self.sharding == "none":
+        if self.sharding == "none" and not self.shares_weights:
             speed_up_linears(self.model if self.has_layers else self.head.output)
 
     def require_layers(self, user: str) -> None:

@@ -4,15 +4,10 @@ those of the chat template.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
-
 from spectrain.data.chat import Example, tokenize_prompt
 from spectrain.data.messages import Conversation
 from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError
-from spectrain.files import write_text
 from spectrain.models.target import Target
 
 from .traffic import RecordedConversation
@@ -61,13 +56,3 @@ def tokenize_conversation(
     if answer is None:
         answer = target.tokenizer(conversation.answer, add_special_tokens=False)["input_ids"]
     return [*prompt], [*answer]
-
-
-def write_examples(path: Path, examples: Iterable[Example]) -> int:
-    """Write examples as data=tokens reads them; return their number."""
-    lines = [
-        json.dumps({"input_ids": entry.tokens, "loss_mask": list(map(int, entry.mask))})
-        for entry in examples
-    ]
-    write_text(path, "\n".join(lines) + "\n")
-    return len(lines)

@@ -14,6 +14,7 @@ from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, describe_error
+from spectrain.eval.promotion import LEAST_PROMPTS, PromotionProof
 from spectrain.files import write_text
 from spectrain.servers.openai import OpenAIServer
 
@@ -23,7 +24,6 @@ from .kinds import KindRegistry
 from .ledger import Ledger, report_damage
 from .limits import CHECK_SECONDS, SAVE_SECONDS, TICK_SECONDS
 from .logs import RequestLogs
-from .proof import LEAST_PROMPTS, PromotionProof
 from .proxy import Recorder
 from .reservoir import Reservoir, is_for_proof, read_conversations, write_conversations
 from .settings import FollowSettings
@@ -253,7 +253,7 @@ class TrafficFollower:
         numbers = {
             "candidate": job.folder.name,
             "new": asdict(proof.new),
-            "old": asdict(proof.old),
+            "old": None if proof.old is None else asdict(proof.old),
             "reason": proof.reason,
         }
         if proof.is_promoted:

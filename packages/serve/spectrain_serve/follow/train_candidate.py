@@ -11,23 +11,20 @@ import json
 import os
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.build import GroupSpec, register_resolvers
+from spectrain.config.build import register_resolvers
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.errors import RunError
 from spectrain.models.target import Target
-from spectrain.runs.train import train_and_score
+from spectrain.runs.continuation import plan_continuation, train_on_examples
 
-from .examples import make_example, write_examples
+from .examples import make_example
 from .reservoir import read_conversations
 from .settings import FollowSettings
 
-EPOCHS = 1000
-"""More epochs than any candidate trains; the minutes end it."""
 SERVER_SOURCE = "spectrain.features.server_source.ServerSource"
 
 
@@ -42,15 +39,7 @@ def train_candidate(folder: Path) -> None:
     )
     if not new:
         raise RunError(f"{folder}: none of the recorded conversations can be trained on")
-    write_examples(folder / "data.jsonl", mix_examples(new, replayed, plan["replay"]))
-    data = GroupSpec.from_node(
-        "data",
-        {"_target_": "spectrain.data.tokens.TokensReader", "path": str(folder / "data.jsonl")},
-    )
-    changed = RunSpec.from_nodes(
-        {**spec.to_nodes(), "data": {**data.node, "held_out": 0.0}, "run": str(folder / "run")}
-    )
-    train_and_score(changed, target)
+    train_on_examples(spec, target, mix_examples(new, replayed, plan["replay"]), folder)
 
 
 def read_examples(path: Path, target: Target) -> list[Example]:
@@ -74,19 +63,10 @@ def mix_examples(
 
 def plan_training(spec: RunSpec, drafter: str, settings: FollowSettings, adapter: Any) -> RunSpec:
     """Return the settings with which a candidate continues a drafter."""
-    trainer: dict[str, Any] = {"max_minutes": settings.train_minutes, "epochs": EPOCHS}
+    trainer: dict[str, Any] = {"max_minutes": settings.train_minutes}
     if settings.lr is not None:
         trainer["lr"] = settings.lr
-    for key in ("resume", "max_steps"):
-        spec = replace(spec, trainer=spec.trainer.drop_setting(key))
-    changed = spec.with_settings("drafter", init=drafter).with_settings("trainer", **trainer)
-    nodes = {
-        **changed.to_nodes(),
-        "eval": {},
-        "tracker": {},
-        "server": {},
-        "adapter": adapter or {},
-    }
+    nodes = plan_continuation(spec, drafter, trainer, adapter).to_nodes()
     source = nodes["source"].get("_target_", "")
     server = dict(spec.server.node)
     if settings.states_url is not None and source != SERVER_SOURCE:

@@ -9,6 +9,7 @@ import pytest
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
+from spectrain.eval.promotion import PairedGain, PromotionProof
 from spectrain.servers.settings import EngineSettings
 from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.own import OwnServer
@@ -16,7 +17,6 @@ from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.follower import TrafficFollower
 from spectrain_serve.follow.ledger import read_ledger
 from spectrain_serve.follow.pages import format_metrics, format_page
-from spectrain_serve.follow.proof import PairedGain, PromotionProof
 from spectrain_serve.follow.proxy import ProxyCounters, Recorder
 from spectrain_serve.follow.settings import FollowSettings
 from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weights

@@ -1,11 +1,9 @@
-"""The rule of promotion, and the mixture of new and replayed conversations."""
+"""The rule of promotion: a certain gain on the same prompts, and no loss elsewhere."""
 
 from dataclasses import replace
 
-from spectrain.data.chat import Example
 from spectrain.decoding.generation import Generation
-from spectrain_serve.follow.proof import PairedGain, compare_rounds, decide_promotion
-from spectrain_serve.follow.train_candidate import mix_examples
+from spectrain.eval.promotion import PairedGain, compare_rounds, decide_promotion
 
 GAIN = PairedGain(40, 1.5, 1.8, 0.2, [0.1, 0.3], 40)
 EQUAL = PairedGain(40, 1.8, 1.8, 0.0, [-0.01, 0.01], 40)
@@ -34,10 +32,8 @@ def test_rounds_are_compared_by_prompt() -> None:
     assert compare_rounds([], []).interval is None
 
 
-def test_the_mixture_has_its_share() -> None:
-    new, old = (
-        [Example([number], [True]) for number in range(start, start + 30)] for start in (0, 100)
-    )
-    mixed = mix_examples(new, old, 0.25)
-    assert len(mixed) == 40 and sum(example.tokens[0] >= 100 for example in mixed) == 10
-    assert all(example in mixed for example in new) and mix_examples(new, [], 0.5) != new
+def test_without_earlier_traffic_the_gain_alone_decides() -> None:
+    proof = decide_promotion(GAIN)
+    assert proof.is_promoted and proof.old is None
+    assert not decide_promotion(replace(GAIN, num_prompts=7)).is_promoted
+    assert not decide_promotion(replace(GAIN, interval=[0.0, 0.4])).is_promoted
