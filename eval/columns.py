@@ -120,6 +120,8 @@ class Column:
     # Tables of a comparison that have this column; an evaluation's table, report.html and trackers
     # show every column.
     shown_in: tuple[ComparisonTable, ...] = ()
+    # Whether an evaluation's table of 80 columns has it. That table is full.
+    is_in_narrow: bool = True
 
     def cell(self, entry: Entry) -> str:
         """Return the text of an entry's value."""
@@ -187,6 +189,7 @@ SYSTEM_COLUMNS = (
         format_number,
         "Tokens per forward x time of one autoregressive step / time of one drafted round.",
         shown_in=("markdown",),
+        is_in_narrow=False,
     ),
     Column(
         "lossless",

@@ -8,6 +8,7 @@ rows. A prompt is all turns of one id.
 Shapes: P prompts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -293,6 +294,20 @@ def count_drafted_rounds(turns: Sequence[Turn]) -> tuple[int, int]:
     """Count the rounds that drafted at least one token, and all rounds."""
     counts = [count for turn in turns for count in turn.drafted.depths]
     return sum(count > 0 for count in counts), len(counts)
+
+
+def count_undrafted_rounds(turns: Sequence[Turn]) -> dict[str, int]:
+    """Count the rounds that drafted no token, by the reason of their plan; "nothing proposed" is a
+    round whose drafter ran and proposed nothing.
+    """
+    return dict(
+        Counter(
+            plan.reason if plan is not None and not plan.runs_drafter else "nothing proposed"
+            for turn in turns
+            for depth, plan in zip(turn.drafted.depths, turn.drafted.plans)
+            if depth == 0
+        )
+    )
 
 
 def count_round_lengths(turns: Sequence[Turn]) -> list[int]:

@@ -29,6 +29,14 @@ EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
 sentences about its value.
 """
 
+UNDRAFTED_REASONS = {
+    "does not pay": "in which a draft would not have paid",
+    "no drafter": "in answers that went on without the drafter",
+    "comparison": "timed for comparison",
+    "nothing proposed": "whose drafter proposed nothing",
+}
+"""Why a round drafted no token (`RoundReason`), in words that follow a number of rounds."""
+
 
 def describe_acceptance(summary: Summary) -> Iterator[str]:
     """Say how good the drafter is in each fixed tree, beside its start, the untrained one and
@@ -81,10 +89,10 @@ def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
         ends = format_interval(numbers.get("speedup_ci95"))
         texts.append(f"{name}, {numbers['speedup']:.2f}{f' (95 % {ends})' if ends else ''}")
     ratio = categories[ranked[-1]]["speedup"] / categories[ranked[0]]["speedup"]
+    title = f"Worst category of {entry['label']}" if "label" in entry else "Worst category"
     prompts = categories[ranked[0]].get("prompts", 0)
     yield (
-        f"Worst category: {texts[0]} on {count_prompts(prompts)}; best: {texts[1]}, {ratio:.1f} "
-        "times it."
+        f"{title}: {texts[0]} on {count_prompts(prompts)}; best: {texts[1]}, {ratio:.1f} times it."
     )
 
 
@@ -329,13 +337,21 @@ def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
     ]
     if parts := [
         f"{entry['label']} in {entry['drafted_rounds']} of {entry['rounds']}"
+        + describe_reasons(entry["tree"].get("undrafted_because") or {})
         for entry in deciding
         if "rounds" in entry
     ]:
-        yield (
-            f"Rounds that drafted: {'; '.join(parts)}. The others were plain steps, as a "
-            "draft would not have paid."
-        )
+        yield f"Rounds that drafted: {'; '.join(parts)}. rounds.parquet has the reason of each."
+
+
+def describe_reasons(counts: dict[str, int]) -> str:
+    """Describe why rounds did not draft, in parentheses; "" where all drafted."""
+    parts = [
+        f"{counts[reason]} {words}"
+        for reason, words in UNDRAFTED_REASONS.items()
+        if counts.get(reason)
+    ]
+    return f" (the others: {', '.join(parts)})" if parts else ""
 
 
 def describe_repeats(summary: Summary) -> Iterator[str]:

@@ -65,8 +65,8 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
 
 
 def system_table(summary: dict[str, Any], width: int) -> Table:
-    """Return a table with a row for each system; on a narrow terminal the predicted speedup is left
-    out, so that names need no three lines.
+    """Return a table with a row for each system; on a narrow terminal some columns are
+    left out, so that names need no three lines.
     """
     setting = summary["setting"]
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
@@ -82,9 +82,7 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
         padding=0,
     )
     is_narrow = width < WIDTH
-    columns = [
-        column for column in SYSTEM_COLUMNS if not (is_narrow and column.title == "predicted")
-    ]
+    columns = [column for column in SYSTEM_COLUMNS if column.is_in_narrow or not is_narrow]
     table.add_column("", overflow="fold")
     for column in columns:
         for title in (

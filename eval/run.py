@@ -34,7 +34,13 @@ from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
-from spectrain.eval.metrics import SystemSummary, Turn, measure_system, price_tokens
+from spectrain.eval.metrics import (
+    SystemSummary,
+    Turn,
+    count_undrafted_rounds,
+    measure_system,
+    price_tokens,
+)
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import read_lines
@@ -392,10 +398,16 @@ class EngineAnswers(AnswerSource):
         numbers["speedup"] = judge_speedup(numbers["speedup"], turns, noise)
         price = price_tokens(numbers["tokens_per_second"], evaluation.price_per_hour)
         model = fit_throughput_model(turns) if system.builder.traits.is_chain else None
+        tree = system.builder.report_settings()
+        if tree.get("undrafted_share") is not None:
+            # The builder has counted the rounds of the warm-up too.
+            share = 1 - numbers["drafted_rounds"] / max(1, numbers["rounds"])
+            tree["undrafted_share"] = round(share, 4)
+            tree["undrafted_because"] = count_undrafted_rounds(turns)
         return SystemSummary(
             **numbers,
             label=f"{system.label} (eager)" if is_eager else system.label,
-            tree=system.builder.report_settings(),
+            tree=tree,
             engine="captured" if reason is None else "eager",
             eager_because=reason if is_eager else None,
             not_run={**decoder.fallback.failures} or None,

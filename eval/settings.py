@@ -130,7 +130,8 @@ class SystemSettings:
     # nodes.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
     # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default
-    # of train, eval and compare: true if no tree= is given.
+    # of train, eval and compare: true if no tree= is given. A tree that may draft nothing, such as
+    # auto, always follows a chain of 3.
     measured: bool = False
     # Store that the baselines copies and retrieval copy from, in addition to the text: own is the
     # answers in a run's training data, any other value is a folder that spectrain data index wrote,

@@ -159,16 +159,21 @@ def sample_line(turn: Turn, template: ChatTemplate | None) -> dict[str, Any]:
 
 
 def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
-    """Write rounds.parquet: one row per round of every system."""
+    """Write rounds.parquet: one row per round of every system. docs/runs.md explains the
+    columns.
+    """
     rows = []
     for system, all_turns in turns.items():
         for turn in all_turns:
             drafted = turn.drafted
-            for number, (tokens, depth, nodes, times) in enumerate(
+            # Servers report no plans.
+            plans = drafted.plans or [None] * len(drafted.depths)
+            for number, (tokens, depth, nodes, plan, times) in enumerate(
                 zip(
                     drafted.round_lengths,
                     drafted.depths,
                     drafted.node_counts,
+                    plans,
                     drafted.round_seconds,
                 )
             ):
@@ -185,6 +190,9 @@ def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
                         "depth": depth,
                         "nodes": nodes,
                         "whole": is_complete,
+                        "reason": None if plan is None else plan.reason,
+                        "gain": None if plan is None else plan.gain,
+                        "savings": None if plan is None else plan.savings,
                         **seconds,
                     }
                 )

@@ -437,6 +437,11 @@ def explain_hydra_error(error: Exception) -> str | None:
             f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are "
             f"{', '.join(recipes)}"
         )
+    if unknown := re.search(r"Interpolation key '([^']+)' not found", text):
+        return (
+            f"${{{unknown[1]}}}: no recipe and no word of the command sets {unknown[1]}; set it, "
+            "because the default of a constructor has no name here"
+        )
     if sweep := re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text):
         return (
             f"{sweep[1]}={sweep[2]}: comma-separated values are a sweep; add -m; a list stands in "

@@ -115,7 +115,7 @@ class GroupSpec:
             raise UserError(
                 f"{location}: {group}={name}: there is no such choice; "
                 f"{suggest_nearest(name, choices)}, and what is outside the project is found by "
-                "--config-dir FOLDER"
+                "--config-dir FOLDER, or by installing its package"
             )
         names = ("choice", "_target_")
         settings = {str(key): value for key, value in saved.items() if key not in names}

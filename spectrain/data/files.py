@@ -109,9 +109,9 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
                     continue
                 yield row
     except UnicodeDecodeError as error:
-        line = find_line_of_no_text(path)
+        location = f"{path}, line {find_line_of_no_text(path)}"
         raise UserError(
-            f"{path}, line {line}: it is no text ({error.reason}); save it as UTF-8 text"
+            f"{location}: it is no text ({error.reason}); save it as UTF-8 text"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from spectrain.models.device import choose_work_clock, synchronize_device
+from spectrain.trees.base import RoundPlan
 
 ROUND_PARTS = ("draft", "verify", "accept", "other")
 
@@ -23,6 +24,8 @@ class RoundRecord:
     num_idle: int  # mask nodes among them, which only draft
     num_pruned: int = 0  # further nodes that only the first layers ran, because they were pruned
     num_judged: int = 0  # nodes at which an early exit decided what to prune
+    # None where rounds are not planned one by one.
+    plan: RoundPlan | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Generation:
     idle_counts: list[int] = field(default_factory=list)
     pruned_counts: list[int] = field(default_factory=list)
     judged_counts: list[int] = field(default_factory=list)
+    # How each round was planned; None where rounds are not planned one by one.
+    plans: list[RoundPlan | None] = field(default_factory=list)
     # Seconds of draft, verify, accept and other in each round of the batch.
     round_seconds: list[dict[str, float]] = field(default_factory=list)
     is_cut: bool = False  # EOS or the limit cut the last round short
@@ -55,6 +60,7 @@ class Generation:
         self.idle_counts.append(record.num_idle)
         self.pruned_counts.append(record.num_pruned)
         self.judged_counts.append(record.num_judged)
+        self.plans.append(record.plan)
         self.round_seconds.append(seconds)
 
     def emit_tokens(self, tokens: list[int], stop_ids: frozenset[int], limit: int) -> None:

@@ -200,7 +200,8 @@ class EagerRunner:
         ).tolist()  # the only synchronisation
         num_stats = 1 + stats.shape[1]
         records = [
-            RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers
+            RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats], plan=self.plan)
+            for row in numbers
         ]
         seconds, work_seconds = clock.finish_round()
         if self.threads is not None:

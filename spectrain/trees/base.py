@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -74,9 +74,28 @@ size, and those that the measurement took.
 """
 
 
+RoundReason = Literal[
+    "always",
+    "pays",
+    "prepared",
+    "trial",
+    "comparison",
+    "does not pay",
+    "no drafter",
+]
+"""Why a round runs with a draft or without one.
+
+always: nothing decides, so every round drafts. With a draft: pays, drafted rounds gain tokens on
+average; prepared, the drafter proposed nothing in the last round, in which it may have read
+for this one; trial, drafting does not pay, and savings cover what this round may lose. Without a
+draft: comparison, drafting pays, and a plain step is timed beside it; does not pay; no drafter, no
+round of this answer may draft soon enough, so its rest is decoded without the drafter.
+"""
+
+
 @dataclass(frozen=True)
 class RoundPlan:
-    """How a round runs."""
+    """How a round runs, and why."""
 
     runs_drafter: bool = True
     # Whether this round or a later one of the decoding may draft. Otherwise the decoding goes on
@@ -84,6 +103,11 @@ class RoundPlan:
     keeps_drafter: bool = True
     # Whether the tree builder observes the round.
     is_observed: bool = True
+    reason: RoundReason = "always"
+    # What the reason was found from, in plain steps: the tokens of a drafted round minus its cost,
+    # on average, and the steps that trials may lose. None where nothing was weighed.
+    gain: float | None = None
+    savings: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +164,9 @@ class RoundPolicy:
 
 ALWAYS_DRAFT = RoundPolicy()
 # The plan of rounds of a decoding that goes on without its drafter.
-WITHOUT_DRAFTER = RoundPlan(runs_drafter=False, keeps_drafter=False, is_observed=False)
+WITHOUT_DRAFTER = RoundPlan(
+    runs_drafter=False, keeps_drafter=False, is_observed=False, reason="no drafter"
+)
 
 
 MAX_NODES = 4096  # nodes, and so levels, of a tree: far more than any kernel or drafter can use

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from .base import RoundReason
 from .running_mean import RunningMean
 
 # Share of all steps that trials of a drafter that does not pay may lose, and that plain steps may
@@ -22,6 +23,8 @@ FIRST_COMPARISONS = 5
 ROUNDS_PER_READING = 32
 # Last comparisons that count.
 NUM_COMPARISONS = 9
+DRAFTED = ("pays", "prepared", "trial")
+"""The reasons for which a round drafts."""
 
 
 class DraftChoice:
@@ -76,8 +79,12 @@ class DraftChoice:
         return self.tokens.value - self.cost.value * self.relative_cost
 
     def should_draft(self, reading_cost: float = 0.0, is_comparable: bool = True) -> bool:
-        """Tell whether the next round drafts, if the drafter has to read skipped tokens first for
-        `reading_cost` steps.
+        """Tell whether the next round drafts; `decide` says why."""
+        return self.decide(reading_cost, is_comparable) in DRAFTED
+
+    def decide(self, reading_cost: float = 0.0, is_comparable: bool = True) -> RoundReason:
+        """Return why the next round drafts or does not, if the drafter has to read skipped tokens
+        first for `reading_cost` steps.
 
         `is_comparable`: its time will be that of other rounds, and drafted ones were timed, so that
         a plain step may be tried for comparison.
@@ -85,11 +92,14 @@ class DraftChoice:
         self.prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         expected_loss = self.mean_gain if self.prefers_draft else reading_cost - self.mean_gain
         if self.is_preparing:
-            return True
+            return "prepared"
         if self.prefers_draft and is_comparable and self.num_compared < FIRST_COMPARISONS:
             # Between two of these steps a round drafts.
-            return not self.was_drafted
-        return self.prefers_draft != (self.savings >= expected_loss)
+            return "comparison" if self.was_drafted else "pays"
+        is_affordable = self.savings >= expected_loss
+        if self.prefers_draft:
+            return "comparison" if is_affordable else "pays"
+        return "trial" if is_affordable else "does not pay"
 
     def may_draft(self, num_rounds: int, reading_cost: float = 0.0) -> bool:
         """Tell whether one of the next `num_rounds` rounds may draft, if those before it are

@@ -23,7 +23,7 @@ from .base import (
     TimeSizes,
 )
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
-from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
+from .draft_choice import DRAFTED, ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
 from .drafter_over_copies import CopyCosts, DrafterOverCopies
 from .latency_aware import CONTEXT_STRIDE
 from .measurements import Calibration, Latency, list_timed_sizes
@@ -181,7 +181,7 @@ class MeasuredPolicy(RoundPolicy):
             len(prefix.lengths), prefix.longest, options.num_waited, begins=False
         ):
             return WITHOUT_DRAFTER
-        return RoundPlan(runs_drafter=self._should_draft(prefix))
+        return self._plan_draft(prefix)
 
     def refresh_times(
         self, prefix: Prefix, time_sizes: TimeSizes, is_new_batch: bool = False
@@ -212,18 +212,24 @@ class MeasuredPolicy(RoundPolicy):
         self.costs.timing_seconds = total_seconds
         self.costs.choice.expect_round(*self._expected_round(self.costs.latency))
 
-    def _should_draft(self, prefix: Prefix) -> bool:
+    def _plan_draft(self, prefix: Prefix) -> RoundPlan:
+        """Decide whether the next round drafts."""
         self.select_costs(prefix)
         self._count_unread(prefix)
         self.num_rounds += 1
         costs = self.costs
         is_comparable = self.num_settled > 0 and costs.time_ratios.has_drafted
-        self.is_skipped = not costs.choice.should_draft(
-            self._reading_cost(costs, self.num_unread), is_comparable
-        )
+        choice = costs.choice
+        reason = choice.decide(self._reading_cost(costs, self.num_unread), is_comparable)
+        self.is_skipped = reason not in DRAFTED
         if not self.is_skipped:
             self.last_draft_length = self.text_length
-        return not self.is_skipped
+        return RoundPlan(
+            runs_drafter=not self.is_skipped,
+            reason=reason,
+            gain=choice.mean_gain,
+            savings=choice.savings,
+        )
 
     def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
         costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))

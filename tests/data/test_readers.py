@@ -158,7 +158,7 @@ def test_a_row_may_have_its_question_and_answer_in_columns(case: str) -> None:
     assert unread == {"key 'score' of a row": 1}
 
 
-def test_a_question_without_an_answer_is_told_the_forms() -> None:
+def test_a_question_without_an_answer_names_the_forms() -> None:
     with pytest.raises(UserError, match="or one question and its answer as instruction and output"):
         parse_conversation({"instruction": "Hi"}, "here")
 

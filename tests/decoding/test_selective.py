@@ -97,6 +97,7 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
         builder.round_policy.num_plain == builder.round_policy.num_rounds == 11
         and builder.round_policy.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
     )
+    assert all(row.plans == [WITHOUT_DRAFTER] * 11 for row in generations)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
     plan_rounds(runner, make_request(shallow, PROMPTS, 12))
     assert runner.drafter is None and runner.plan == WITHOUT_DRAFTER
@@ -172,7 +173,8 @@ def test_what_may_draft_is_what_drafts(shallow: Target) -> None:
             builder.round_policy.last_draft_length = 50
             may = builder.round_policy.may_draft(2, 50 + unread, 1, begins=False)
             prefix = SimpleNamespace(lengths=lengths, longest=50 + unread, begins=False)
-            assert builder.round_policy._should_draft(prefix) == may  # type: ignore[arg-type]
+            plan = builder.round_policy._plan_draft(prefix)  # type: ignore[arg-type]
+            assert plan.runs_drafter == may
             answers.append(may)
     assert 0 < sum(answers) < len(answers)
 

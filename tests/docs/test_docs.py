@@ -44,6 +44,13 @@ REPOSITORY_PATH = re.compile(
 )
 
 
+def own_folders() -> list[Path]:
+    """Return the folders of choices in this repository, without those of other packages that are
+    installed.
+    """
+    return [folder for folder in conf_folders() if folder.resolve().is_relative_to(ROOT)]
+
+
 def shell_lines(text: str) -> Iterator[list[str]]:
     """Yield the words of every shell line of a document: fenced lines, and commands within
     sentences.
@@ -343,7 +350,7 @@ def test_settings_in_sentences_exist(document: str) -> None:
 
 @pytest.mark.parametrize(
     ("document", "folders"),
-    [("README.md", [ROOT / "conf"]), ("docs/families/index.md", conf_folders())],
+    [("README.md", [ROOT / "conf"]), ("docs/families/index.md", own_folders())],
 )
 def test_every_recipe_is_in_the_table(document: str, folders: list[Path]) -> None:
     """The first column of the tables of families names each; README has those of the core."""
@@ -402,7 +409,7 @@ def test_the_reference_describes_every_setting() -> None:
     for config in ("train", "eval", "compare"):
         for group, keys in settings_by_group(load_schema(config), []).items():
             assert {f"{group}.{key.full_name}" for key in keys} <= names
-    assert all(f"recipe={name}" in settings for name in choice_files("recipe", conf_folders()))
+    assert all(f"recipe={name}" in settings for name in choice_files("recipe", own_folders()))
 
 
 def load_site() -> dict[str, Any]:
@@ -428,7 +435,7 @@ def test_every_tree_and_rule_is_in_a_table(group: str) -> None:
         if line.startswith("| `")
     ]
     named = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
-    assert {*choice_files(group, conf_folders())} <= named
+    assert {*choice_files(group, own_folders())} <= named
 
 
 def test_every_page_is_in_the_site() -> None:

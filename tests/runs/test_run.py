@@ -7,12 +7,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any, get_args
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from spectrain.cli.main import dispatch_command, main
+from spectrain.trees.base import RoundReason
 from tests import commands
 from tests.installed import load_cases
 
@@ -115,7 +118,18 @@ def test_a_run_leaves_what_the_readme_says(finished_run: Path) -> None:
         summary["setting"]["tree"]["name"] == "chain"
         and summary["compared"]["own"]["tree"]["name"] == "eagle2"
     )
-    assert {"rounds", "drafted_rounds"} <= summary["compared"]["auto"].keys()
+    auto = summary["compared"]["auto"]
+    rounds = pq.read_table(finished_run / "eval/heldout/rounds.parquet").to_pylist()
+    depths = [row["depth"] for row in rounds if row["system"] == "auto"]
+    assert len(depths) == auto["rounds"]
+    assert sum(depth > 0 for depth in depths) == auto["drafted_rounds"]
+    assert sum(auto["tree"]["undrafted_because"].values()) == depths.count(0)
+    assert auto["tree"]["undrafted_share"] == pytest.approx(depths.count(0) / len(depths), abs=1e-4)
+    reasons: dict[str, dict[str, Any]] = {row["system"]: {} for row in rounds}
+    for row in rounds:
+        reasons[row["system"]][row["reason"]] = row["gain"]
+    assert None not in reasons["auto"] and reasons["auto"].keys() <= {*get_args(RoundReason)}
+    assert reasons["drafter"] == {"always": None}
     assert (
         set(summary["acceptance"]) == {"chain", "tree"}
         and summary["acceptance"]["tree"]["tree"]["budget"] == 16

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
+from spectrain.trees.draft_choice import FIRST_COMPARISONS, TRIAL_ALLOWANCE, DraftChoice
 from spectrain.trees.time_ratios import TimeRatios
 
 STEP = 0.02  # seconds of a plain step
@@ -98,6 +98,26 @@ def test_a_preparing_round_is_followed_by_a_draft() -> None:
     choice = DraftChoice(1.0, 2.0)
     choice.is_preparing = True
     assert choice.should_draft() and not DraftChoice(1.0, 2.0).should_draft()
+
+
+def test_each_decision_has_its_reason() -> None:
+    """A drafter that pays is compared with plain steps at first and where savings allow it; one
+    that does not is tried where they do.
+    """
+    pays = DraftChoice(3.0, 1.0)
+    assert pays.decide(is_comparable=False) == "pays"
+    pays.was_drafted = True
+    assert pays.decide() == "comparison"
+    pays.num_compared = FIRST_COMPARISONS
+    assert pays.decide() == "pays"
+    pays.savings = 2.0
+    assert pays.decide() == "comparison"
+    loses = DraftChoice(1.0, 2.0)
+    assert loses.decide() == "does not pay"
+    loses.savings = 1.0
+    assert loses.decide() == "trial" and loses.decide(reading_cost=0.1) == "does not pay"
+    loses.is_preparing = True
+    assert loses.decide(reading_cost=0.1) == "prepared"
 
 
 def test_a_round_is_compared_with_the_last_ones_of_the_other_kind() -> None:

@@ -379,7 +379,7 @@ def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     for number, rows in ((2, [0]), (1, [0]), (1, [0, 1, 2])):
         threads[0] = number
-        builder.round_policy._should_draft(context(rows))
+        builder.round_policy._plan_draft(context(rows))
         choices.append(builder.round_policy.costs)
     first, second, third = choices
     assert first is not second and first.choice is second.choice and first.copies is second.copies

@@ -38,7 +38,9 @@ class VocabularyDrafter(Drafter):
     capabilities = Capabilities(drafts_from_features=True)
     d2t: Tensor
     t2d: Tensor
+    # The loss between the target's distribution and the drafter's; a constructor sets it.
     divergence: str
+    # The target's embedding and output layer, which `target.head` lends; a constructor sets it.
     head: Head
 
     def add_vocabulary(self, size: int, target_size: int) -> None:

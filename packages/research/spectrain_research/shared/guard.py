@@ -13,7 +13,14 @@ from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
 from spectrain.runs.candidate import Candidate
-from spectrain.trees.base import PlanOptions, Prefix, RoundPlan, RoundPolicy, RoundResult
+from spectrain.trees.base import (
+    PlanOptions,
+    Prefix,
+    RoundPlan,
+    RoundPolicy,
+    RoundReason,
+    RoundResult,
+)
 
 INITIAL_STEPS = 2  # rounds without a draft before the first draft
 # Drafted rounds between two rounds without a draft, which time a step again; a drafter that pays
@@ -138,7 +145,8 @@ class GuardPolicy(RoundPolicy):
 
     def plan(self, prefix: Prefix, options: PlanOptions) -> RoundPlan:
         runs_drafter = self.guard.should_draft()
-        return RoundPlan(runs_drafter, is_observed=runs_drafter)
+        reason: RoundReason = "pays" if runs_drafter else "does not pay"
+        return RoundPlan(runs_drafter, is_observed=runs_drafter, reason=reason)
 
     def record(self, plan: RoundPlan, round: RoundResult) -> None:
         if plan.runs_drafter:
