@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.build import GroupSpec
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import RunError, UserError
-from spectrain.export.card import render_card
+from spectrain.eval.quantization_loss import measure_quantization_loss
+from spectrain.export.card import describe_loss, render_card
 from spectrain.export.converter import (
     convert,
     read_drafter,
     refuse_nonempty,
+    require_servable,
     resolve_target,
     write_checked,
 )
-from spectrain.export.engine_support import describe_readers
+from spectrain.export.drafter_files import METADATA_FILE, write_json
+from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
+from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
 from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import UNREADABLE, lint_files
+from spectrain.export.measure import load_drafter
+from spectrain.export.quantization import WeightQuantization
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
+from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
@@ -32,23 +40,37 @@ TARGET_FORMATS = {"gguf": "GGUF", "openvino": "OpenVINO"}
 """Formats in which a target can be written, and their titles."""
 
 
+@dataclass(frozen=True)
+class Upload:
+    """Where a written folder goes on the hub."""
+
+    name: str  # ORG/NAME
+    private: bool = True
+
+
+def run_export(push: str | None, private: bool, **settings: Any) -> Path:
+    """Run the command with its settings by key."""
+    return export_command(push=Upload(push, private) if push else None, **settings)
+
+
 def export_command(
     run: str | None,
     format: str | None,
     out: str | None,
     *,
-    push: str | None = None,
-    private: bool = True,
+    push: Upload | None = None,
     target: GroupSpec | None = None,
     dtype: str | None = None,
     engine_python: str | None = None,
+    quantize: GroupSpec | None = None,
 ) -> Path:
-    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's
-    name, upload it too.
+    """Write the drafter of a run for an engine, with a model card; with `push`, upload it too.
 
     Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
+    quantization: WeightQuantization | None = quantize.build() if quantize else None
     if run is None and format in TARGET_FORMATS and target is not None:
+        refuse_quantization(quantization, f"format={format} of a target")
         require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
         return export_target(
             TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python
@@ -63,19 +85,32 @@ def export_command(
     layout = select_layout(drafter.family, str(format), dtype)
     layout = layout if engine_python is None else layout.with_engine(engine_python)
     files_of_target = requested or resolve_target(drafter)
+    if quantization is not None:
+        require_readers(quantization, layout, str(format))
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         write_checked(drafter, layout, files_of_target, scratch)
+        if quantization is not None:
+            quantize_checked(quantization, drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
             refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
         (scratch / "README.md").write_text(
-            render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run)))
+            render_card(
+                drafter,
+                layout,
+                files_of_target,
+                push.name if push else str(folder),
+                Path(str(run)),
+                read_quantization(scratch),
+            )
         )
     readers = describe_readers(layout)
     read_by = f" (read by {readers})" if readers else ""
     print(f"{layout.title}{read_by}: written to {folder}; README.md says how to serve it")
+    if quantization is not None:
+        print("\n".join(describe_loss(read_quantization(folder))))
     if push:
-        print(f"uploaded to {upload(folder, push, private)}")
+        print(f"uploaded to {upload(folder, push.name, push.private)}")
     return folder
 
 
@@ -84,9 +119,90 @@ def write_card(directory: Path, name: str, run: Path) -> None:
     numbers are those of the run's evaluations."""
     drafter = read_drafter(directory)
     card = render_card(
-        drafter, detect_layout(read_files(directory)), resolve_target(drafter), name, run
+        drafter,
+        detect_layout(read_files(directory)),
+        resolve_target(drafter),
+        name,
+        run,
+        read_quantization(directory),
     )
     (directory / "README.md").write_text(card)
+
+
+def refuse_quantization(quantization: WeightQuantization | None, where: str) -> None:
+    """Raise a UserError for `quantize` where the type of weights is chosen by `dtype`."""
+    if quantization is not None:
+        raise UserError(
+            f"quantize={quantization.choice}: {where} has weights of other types; choose one with "
+            "dtype, as in dtype=q8_0 for GGUF or dtype=int8 for OpenVINO"
+        )
+
+
+def require_readers(quantization: WeightQuantization, layout: Layout, format_name: str) -> None:
+    """Raise a UserError where no engine reads a layout with weights that are quantized so."""
+    if format_name in TARGET_FORMATS:
+        refuse_quantization(quantization, f"format={format_name}")
+    choice = quantization.choice
+    if not list_quantized_readers(layout, choice):
+        raise UserError(
+            f"quantize={choice}: no engine reads this format, {layout.title}, with quantized "
+            "weights; leave it out"
+        )
+    if quantization.fc and not list_quantized_readers(layout, choice, with_fc=True):
+        raise UserError(
+            f"quantize.fc=true: no engine reads this format, {layout.title}, with a quantized fc; "
+            "leave it out"
+        )
+
+
+def quantize_checked(
+    quantization: WeightQuantization,
+    drafter: DrafterCheckpoint,
+    layout: Layout,
+    target: TargetFiles,
+    directory: Path,
+) -> None:
+    """Quantize an export, decode with its weights before and after, and write into spectrain.json
+    what that cost; raise a RunError where it cost more than the tolerance.
+    """
+    names = quantization.quantize_folder(directory)
+    require_servable(directory, target)
+    launches = layout.drafter_launches(drafter, target, "")
+    num_tokens = next((launch.num_tokens for launch in launches.values()), CHAIN_TOKENS)
+    model: Target = target.spec.build()
+    loss = measure_quantization_loss(
+        model,
+        load_drafter(drafter, model),
+        load_drafter(read_drafter(directory, target), model),
+        num_tokens,
+        quantization.prompts,
+        quantization.max_new_tokens,
+    )
+    if loss.loss > quantization.tolerance:
+        rate = loss.tokens_per_forward
+        raise RunError(
+            f"quantize={quantization.choice}: tokens per forward fall from {rate.before:.2f} to "
+            f"{rate.after:.2f}, by {loss.loss:.1%}, which is more than quantize.tolerance="
+            f"{quantization.tolerance}; nothing was written: use another quantize, or allow it"
+        )
+    content = read_json_object(directory / METADATA_FILE)
+    content["quantization"] = {
+        "choice": quantization.choice,
+        "stored": quantization.about,
+        "tensors": len(names),
+        "kept": quantization.kept_modules,
+        "tolerance": quantization.tolerance,
+        "readers": list_quantized_readers(layout, quantization.choice, quantization.fc),
+        **loss.to_json(),
+    }
+    write_json(directory / METADATA_FILE, content)
+
+
+def read_quantization(directory: Path) -> dict[str, Any] | None:
+    """Return what spectrain.json says of an export's quantized weights, or None."""
+    path = directory / METADATA_FILE
+    content = read_json_object(path).get("quantization") if path.exists() else None
+    return content if isinstance(content, dict) else None
 
 
 def refuse_links(folder: Path) -> None:

@@ -373,7 +373,7 @@ CORE_TASKS: Mapping[str, Task] = {
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
     "export": call_with_keys(
-        "cli.export.export_command",
+        "cli.export.run_export",
         "run",
         "format",
         "out",
@@ -382,6 +382,7 @@ CORE_TASKS: Mapping[str, Task] = {
         "target",
         "dtype",
         "engine_python",
+        "quantize",
     ),
     "convert": call_with_keys(
         "cli.export.convert_command", "run", "format", "out", "target", "dtype"

@@ -26,10 +26,15 @@ from .trained_length import describe_trained_length
 
 
 def render_card(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path
+    drafter: DrafterCheckpoint,
+    layout: Layout,
+    target: TargetFiles,
+    drafter_path: str,
+    run: Path,
+    quantization: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of README.md; its numbers are those of the run's evaluations, by real
-    decoding.
+    decoding, and what `quantization` of spectrain.json says of rounded weights.
     """
     kind = FAMILY_TITLES.get(drafter.family, drafter.family)
     name = base_model_name(target, drafter, run)
@@ -66,6 +71,7 @@ def render_card(
     sections = [
         *measured_section(run),
         "",
+        *quantization_section(quantization),
         *serve_section(drafter, layout, target, drafter_path),
         "",
     ]
@@ -138,6 +144,55 @@ def measured_section(run: Path) -> list[str]:
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
     return [*lines, *warn_of_long_texts(summaries)]
+
+
+def quantization_section(content: Mapping[str, Any] | None) -> list[str]:
+    """Return what rounding the weights cost; [] for an export whose weights were not rounded."""
+    if content is None:
+        return []
+    return [
+        "## Quantized weights",
+        "",
+        "The numbers above are of the weights before they were rounded.",
+        *describe_loss(content),
+        "",
+        "| | before | after | ratio |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {title} | {rate['before']:.3f} | {rate['after']:.3f} | "
+            f"{'' if rate['ratio'] is None else format(rate['ratio'], '.3f')}"
+            f"{format_interval(rate['ci95'])} |"
+            for title, rate in (
+                ("tokens per forward", content["tokens_per_forward"]),
+                *(
+                    (f"rounds that accept draft token {position}", rate)
+                    for position, rate in enumerate(content["by_position"], 1)
+                ),
+            )
+        ),
+        "",
+    ]
+
+
+def describe_loss(content: Mapping[str, Any] | None) -> list[str]:
+    """Return sentences on what was rounded, what it cost, and which engines read it."""
+    assert content is not None
+    rate = content["tokens_per_forward"]
+    kept = f", all but {' and '.join(content['kept'])}" if content["kept"] else ""
+    inputs = (
+        " The engine also rounds the inputs of these products, which this score does not."
+        if "inputs" in content["stored"]
+        else ""
+    )
+    return [
+        f"quantize={content['choice']}: {content['stored']} ({content['tensors']} matrices{kept}), "
+        f"in the form of compressed-tensors, which {' and '.join(content['readers'])} read.",
+        f"Decoded with the rounded weights, a chain of {content['num_tokens']} gives "
+        f"{rate['after']:.2f} tokens per forward and {rate['before']:.2f} before "
+        f"({content['prompts']} prompts of up to {content['max_new_tokens']} tokens; ratio "
+        f"{rate['ratio']:.3f}{format_interval(rate['ci95'])}, 95 % over the same prompts)."
+        f"{inputs}",
+    ]
 
 
 def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:

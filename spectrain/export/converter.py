@@ -114,6 +114,11 @@ def write_checked(
     write_drafter(drafter, layout, target, directory)
     if drafter.is_target or layout.holds_target:
         return
+    require_servable(directory, target)
+
+
+def require_servable(directory: Path, target: TargetFiles) -> None:
+    """Raise a RunError if the linter finds that an engine would not serve what was written."""
     files = read_files(directory)
     for finding in check_files(files, detect_layout(files), target):
         if finding.level == "error":

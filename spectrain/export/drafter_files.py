@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
 from spectrain.models.model_sizes import DRAFTER_SIZES, check_sizes, refuse_odd_files
 
+from .compressed_tensors import CONFIG_KEY, read_quantized
 from .config_types import check_types
 
 METADATA_FILE = "spectrain.json"
@@ -31,12 +32,17 @@ METADATA_FILE = "spectrain.json"
 @dataclass
 class DrafterFiles:
     """The contents of a drafter's directory: config.json and every tensor of its safetensors
-    files.
+    files, quantized weights as the ordinary ones that they stand for.
     """
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    # What config.json says of quantized weights, which `config` does not hold; None where it says
+    # nothing.
+    quantization: dict[str, Any] | None = None
+    # Names of the tensors that are quantized.
+    quantized: list[str] = field(default_factory=list)
 
     @staticmethod
     def from_directory(directory: Path) -> DrafterFiles:
@@ -74,7 +80,11 @@ class DrafterFiles:
         tensors: dict[str, Tensor] = {}
         for path in weight_files:
             tensors |= read_tensors(path, "copy the file again", MAX_DRAFTER_TENSORS)
-        return DrafterFiles(directory, config, tensors)
+        settings = config.pop(CONFIG_KEY, None)
+        if settings is None:
+            return DrafterFiles(directory, config, tensors)
+        tensors, names = read_quantized(tensors, settings, directory / "config.json")
+        return DrafterFiles(directory, config, tensors, settings, names)
 
     def read_sidecar(self, name: str) -> dict[str, Any]:
         """Read another JSON file of the directory and refuse directives in it; return {} where
@@ -108,6 +118,7 @@ class DrafterFiles:
             names.get("tokenizer"),
             content.get("exits"),
             content.get("mask_row"),
+            content.get("quantization"),
         )
 
     def read_group(self, group: str) -> GroupSpec:
@@ -141,6 +152,7 @@ class ExportMetadata:
     tokenizer_hash: str | None
     early_exits: Any = None  # of a target that was trained to exit early
     mask_row: Any = None  # embedding row that PARD's mask token replaces
+    quantization: Any = None  # what rounding the weights cost
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

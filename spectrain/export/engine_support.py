@@ -41,16 +41,28 @@ READ_VERSIONS = {
     "speculators": ("0.9",),
 }
 """Program -> the versions from whose code its rows were taken. Nothing is known of others."""
+ALL_SCHEMES = "int8 w4a16 fp8"
 CORE_SUPPORT = (
     EngineSupport(
-        "vllm", "speculators.SPECULATORS_EAGLE3", "Eagle3LlamaForCausalLM Eagle3Qwen3ForCausalLM"
+        "vllm",
+        "speculators.SPECULATORS_EAGLE3",
+        "Eagle3LlamaForCausalLM Eagle3Qwen3ForCausalLM",
+        quantized=f"{ALL_SCHEMES} fc",
     ),
     EngineSupport("speculators", "speculators.SPECULATORS_EAGLE3"),
     EngineSupport(
-        "vllm", "peagle.SPECULATORS_PEAGLE", "PeagleLlamaForCausalLM PeagleQwen3ForCausalLM"
+        "vllm",
+        "peagle.SPECULATORS_PEAGLE",
+        "PeagleLlamaForCausalLM PeagleQwen3ForCausalLM",
+        quantized=f"{ALL_SCHEMES} fc",
     ),
     EngineSupport("speculators", "peagle.SPECULATORS_PEAGLE"),
-    EngineSupport("vllm", "peagle.FLAT_PEAGLE", "LlamaForCausalLMEagle3 Eagle3Qwen3ForCausalLM"),
+    EngineSupport(
+        "vllm",
+        "peagle.FLAT_PEAGLE",
+        "LlamaForCausalLMEagle3 Eagle3Qwen3ForCausalLM",
+        quantized=f"{ALL_SCHEMES} fc",
+    ),
     EngineSupport("vllm", "dflash_speculators.SPECULATORS_DFLASH", "DFlashDraftModel"),
     EngineSupport("speculators", "dflash_speculators.SPECULATORS_DFLASH"),
     EngineSupport(
@@ -68,12 +80,13 @@ CORE_SUPPORT = (
     EngineSupport("vllm", "eagle1.VLLM_EAGLE1", "EagleLlamaForCausalLM", note="fc without a bias"),
     EngineSupport("sglang", "eagle1.SGLANG_EAGLE1", "LlamaForCausalLMEagle"),
     EngineSupport("eagle", "eagle1.ORIGINAL_EAGLE1"),
-    EngineSupport("sglang", "flat.FLAT_EAGLE3", "LlamaForCausalLMEagle3"),
+    EngineSupport("sglang", "flat.FLAT_EAGLE3", "LlamaForCausalLMEagle3", quantized=ALL_SCHEMES),
     EngineSupport(
         "vllm",
         "flat.FLAT_EAGLE3",
         "LlamaForCausalLMEagle3 Eagle3Qwen3ForCausalLM",
         note="default layers",
+        quantized=f"{ALL_SCHEMES} fc",
     ),
     EngineSupport("tensorrt", "flat.FLAT_EAGLE3"),
     EngineSupport("sglang", "dflash_flat.FLAT_DFLASH", "DFlashDraftModel"),
@@ -92,9 +105,16 @@ CORE_SUPPORT = (
     EngineSupport("transformers", "dflash_flat.TRANSFORMERS_DFLASH", "MuseGlimmerAssistantModel"),
     EngineSupport("fasterdecoding", "medusa.ORIGINAL_MEDUSA"),
     EngineSupport("tensorrt", "medusa.TENSORRT_MEDUSA"),
-    EngineSupport("vllm", "huggingface.HUGGINGFACE", note="not LayerSkip"),
-    EngineSupport("sglang", "huggingface.HUGGINGFACE", note="not LayerSkip, not PARD"),
-    EngineSupport("transformers", "huggingface.HUGGINGFACE", note="not PARD"),
+    EngineSupport("vllm", "huggingface.HUGGINGFACE", note="not LayerSkip", quantized=ALL_SCHEMES),
+    EngineSupport(
+        "sglang",
+        "huggingface.HUGGINGFACE",
+        note="not LayerSkip, not PARD",
+        quantized=ALL_SCHEMES,
+    ),
+    EngineSupport(
+        "transformers", "huggingface.HUGGINGFACE", note="not PARD", quantized=ALL_SCHEMES
+    ),
     EngineSupport("vllm", "mtp.MTP_TARGET"),
     EngineSupport("sglang", "mtp.MTP_TARGET"),
     EngineSupport("transformers", "mtp.MTP_TARGET"),
@@ -165,6 +185,17 @@ def describe_format(format_name: str) -> str:
         title + (f" ({', '.join(bounded)})" if bounded else "")
         for title, bounded in exceptions.items()
     )
+
+
+def list_quantized_readers(layout: Layout, scheme: str, with_fc: bool = False) -> list[str]:
+    """Return the titles of the programs that read a layout with weights of a choice of
+    `quantize`, in their order."""
+    needed = {scheme, "fc"} if with_fc else {scheme}
+    return [
+        PROGRAMS[support.program]
+        for support in list_readers(layout)
+        if needed <= {*support.quantized.split()}
+    ]
 
 
 def name_engine(layout: Layout, engine: str) -> str:

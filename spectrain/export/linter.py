@@ -22,8 +22,10 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
 from .command_only_findings import check_command_only
+from .compressed_tensors import FUSION_MODULE, name_scheme
 from .container import Finding
 from .drafter_files import DrafterFiles
+from .engine_support import list_quantized_readers
 from .layout import MALFORMED_ERRORS, ExpectedTensors, Layout, RefusedSettings
 from .layouts import detect_layout, read_files
 from .loading_check import check_loading
@@ -115,6 +117,7 @@ def check_files(
         lambda: check_values(files, layout),
         lambda: check_shapes(files, layout.expected_tensors(files)),
         lambda: layout.findings(files),
+        lambda: check_quantization(files, layout),
     ]
     if target is not None:
         checks += [
@@ -249,6 +252,31 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
             f"the directory also holds {pickled[0]}",
             "some loaders prefer it to the safetensors, and it can run code",
             "delete it",
+        )
+
+
+def check_quantization(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
+    """Yield a fault where no engine reads a layout with weights that are quantized so."""
+    if files.quantization is None:
+        return
+    scheme = name_scheme(files.quantization)
+    with_fc = f"{FUSION_MODULE}.weight" in files.quantized
+    if not files.quantized:
+        yield Finding(
+            "quantized-nothing",
+            "error",
+            f"config.json says that weights are quantized ({scheme}), and none has scales",
+            "engines look for scales and stop",
+            "delete quantization_config, or copy the files again",
+        )
+    elif not list_quantized_readers(layout, scheme, with_fc):
+        part = ", the layer fc included," if with_fc else ""
+        yield Finding(
+            "quantized",
+            "error",
+            f"its weights are quantized ({scheme}){part} and no engine reads this layout so",
+            "engines stop, or take the numbers for weights",
+            "export it again without quantize, or without quantize.fc",
         )
 
 

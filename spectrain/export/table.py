@@ -41,6 +41,9 @@ class EngineSupport:
     since: str = ""
     until: str = ""
     note: str = ""  # what else must be so, as in "on a GPU"
+    # Choices of `quantize` whose weights it reads in this layout, separated by spaces; with "fc",
+    # also those of the layer that fuses the target's states.
+    quantized: str = ""
 
 
 @dataclass(frozen=True)

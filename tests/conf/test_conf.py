@@ -22,6 +22,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
+from spectrain.export.quantization import WeightQuantization
 from spectrain.features.base import Source
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
@@ -49,6 +50,7 @@ KINDS: dict[str, type] = {
     "writer": AnswerWriter,
     "compare": Comparison, 
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
+    "quantize": WeightQuantization,
     **CASES.get("APART", {}),
 }  # fmt: skip
 FILES = sorted(
@@ -61,6 +63,7 @@ CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = (
     "writer",
     "compare",
+    "quantize",
     *CASES.get("APART", ()),
 )  # groups of other commands than most
 # one choice of every group, to be composed once
@@ -158,7 +161,7 @@ def test_choice_of_another_command_composes_and_builds(
     request: pytest.FixtureRequest,
 ) -> None:
     """The same for what `data regenerate`, `compare` and commands of packages choose."""
-    command = {"writer": "regenerate"}.get(group, group)
+    command = {"writer": "regenerate", "quantize": "export"}.get(group, group)
     drafter = ["drafter=ngram"] if command == "bench" else []
     config = compose_settings(
         command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), [])
