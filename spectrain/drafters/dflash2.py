@@ -80,12 +80,17 @@ class ConvolvedLayer(BlockLayer):
         self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
         self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)
 
-    def forward(self, x: Tensor, rope: Rope, attend: BlockAttentionFn) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, attend: BlockAttentionFn
+    ) -> Tensor:
+        context_kv = self.self_attn.project_kv(context, context_rope)
         normed = self.input_layernorm(x)
         around = self.attention_conv
         delta = around.dynamic_kernels(normed)
         projected = self.self_attn.project_qkv(around.convolve(normed, delta, 0), rope)
-        x = x + around.convolve(self.self_attn.project_output(attend(*projected)), delta, 1)
+        x = x + around.convolve(
+            self.self_attn.project_output(attend(*projected, context_kv)), delta, 1
+        )
         normed = self.post_attention_layernorm(x)
         around = self.mlp_conv
         delta = around.dynamic_kernels(normed)

@@ -26,6 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
+from spectrain.models.weight_block import BlockLinear
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
 from spectrain.trees.rollout import Draft
 
@@ -109,7 +110,7 @@ class Eagle1(FeatureLayerDrafter):
         )
         self.noise, self.start, self.seed = noise, start, seed
         self.use_target_vocabulary(target)
-        self.fc = nn.Linear(2 * target.width, target.width, bias=bias)
+        self.fc = BlockLinear(2 * target.width, target.width, bias=bias)
         self.self_attn = Attention(config, target.width)
         self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)

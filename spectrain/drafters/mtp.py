@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.config.values import Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
@@ -28,6 +28,7 @@ from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.weight_block import BlockLinear
 from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
@@ -75,7 +76,7 @@ class Mtp(FeatureLayerDrafter):
         self.use_target_vocabulary(target)
         self.block = TargetLayer(target)
         self.enorm, self.hnorm = (copy.deepcopy(self.block.norm) for _ in range(2))
-        self.fc = nn.Linear(2 * target.width, target.width, bias=False)
+        self.fc = BlockLinear(2 * target.width, target.width, bias=False)
         self.capabilities = replace(
             self.capabilities,
             context_parallel=ContextParallel(num_steps, num_heads(self.block.decoder.config)),

@@ -193,10 +193,9 @@ class PEagle(EagleDrafter):
         seen_chains = all_chains if piece.attends_all_slots else chains
         owners = piece.find_owners(all_chains.anchors % batch.tokens.shape[1])
 
-        def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
+        def mix_values(*qkv: Tensor) -> Tensor:
             (q, own_q), (k, own_k), (v, own_v) = (
-                part.split([next_tokens.numel(), count], 2)
-                for part in attention.project_qkv(x, rope)
+                part.split([next_tokens.numel(), count], 2) for part in qkv
             )
             # [1, heads, B t, D] -> [B, heads, t, D]
             rows = (
@@ -212,9 +211,11 @@ class PEagle(EagleDrafter):
             masks = piece.return_slots(
                 chain_attention(*mask_qkv, context, seen_chains, self.window), owners
             )
-            return attention.project_output(
-                torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2)
-            )
+            return torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2)
+
+        def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
+            outputs: Tensor = attention(x, rope, mix_values)
+            return outputs
 
         states: Tensor = state.run_checkpointed(self.run_layers, tokens, hidden, attend)
         return states

@@ -4,7 +4,7 @@ and the loss.
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
@@ -17,6 +17,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
+from spectrain.models.weight_block import OutputLayer
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 STEPS = [0, 1, 3]
@@ -47,7 +48,7 @@ def judge_log_probs(supervision: Supervision, step: int, log_q: Tensor) -> tuple
     """Return loss, hits and count of log q [R, V], which are the states here, because the output
     layer changes nothing.
     """
-    identity = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
+    identity = OutputLayer(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
     identity.weight.copy_(torch.eye(log_q.shape[1]))
     loss, is_hit = supervision.judge_states(log_q, identity, supervision.label_index(step))
     return loss, int(is_hit.sum()), len(is_hit)

@@ -30,7 +30,7 @@ WORKER = Path(__file__).with_name("worker.py")
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "mtp", "kangaroo",
     "gated_lora", "early_exit",
             "amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1", "uno",
-            "streams", "ppd")  # fmt: skip
+            "streams", "ppd", "dflash", "dflash2", "dspark", "lilicorr")  # fmt: skip
 # Those of a package that is not installed are left out.
 FAMILIES = tuple(
     family
@@ -41,6 +41,7 @@ QUICK = [
     ("eagle3", "ddp"),
     ("gated_lora", "ddp"),
     ("causal", "fsdp2"),
+    ("eagle3", "fsdp2"),
     ("early_exit", "zero2"),
     ("medusa2", "zero3"),
 ]

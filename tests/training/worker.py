@@ -91,6 +91,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "spectrain.drafters.dflash.DFlash",
         {"block_size": 3, "num_layers": 2, "num_anchors": 4, "vocab_size": 256, "mask_token_id": 0},
     ),
+    **{
+        family: (
+            f"spectrain.drafters.{family}.{name}",
+            {"block_size": 3, "num_layers": 2, "num_anchors": 4, "mask_token_id": 0},
+        )
+        for family, name in (("dflash2", "DFlash2"), ("dspark", "DSpark"), ("lilicorr", "LiLiCorr"))
+    },
     "early_exit": (
         "spectrain.drafters.early_exit.EarlyExit",
         {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True},

@@ -30,6 +30,7 @@ from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.weight_block import BlockLinear, WeightBlock
 from spectrain.trees.rollout import Draft, Rollout
 
 from ..step_cost import BatchShape, Run, StepCost
@@ -51,8 +52,12 @@ from .vocabulary import Supervision, VocabularyDrafter
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-BlockAttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
+BlockAttentionFn = Callable[[Tensor, Tensor, Tensor, KeysValues], Tensor]
+"""(queries, keys, values of blocks, keys and values of the context) -> attention outputs, each
+[.., heads, T, head size].
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ class BlockConfig:
     seed: Seed = 0
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(WeightBlock):
     """Qwen3's decoder layer, whose attention also reads a context. The layer does not norm the
     context.
     """
@@ -104,13 +109,15 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, rope: Rope, attend: BlockAttentionFn) -> Tensor:
-        """Transform block states [A, S, W]; `attend` computes attention from the block's
-        queries, keys and values.
+    def forward(
+        self, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, attend: BlockAttentionFn
+    ) -> Tensor:
+        """Transform block states [A, S, W] with a context [.., W]; `attend` computes attention from
+        the block's queries, keys and values and the context's keys and values.
         """
-        x = x + self.self_attn.project_output(
-            attend(*self.self_attn.project_qkv(self.input_layernorm(x), rope))
-        )
+        context_kv = self.self_attn.project_kv(context, context_rope)
+        qkv = self.self_attn.project_qkv(self.input_layernorm(x), rope)
+        x = x + self.self_attn.project_output(attend(*qkv, context_kv))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -171,7 +178,7 @@ class BlockDrafter(VocabularyDrafter):
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
         self.head, width = target.head, target.width
         self.embed_tokens = make_embedding(target, config.own_embedding)
-        self.fc = nn.Linear(len(self.fused_layers) * width, width, bias=False)
+        self.fc = BlockLinear(len(self.fused_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         self.blocks = nn.ModuleList(layer(layer_config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
@@ -279,12 +286,11 @@ class BlockDrafter(VocabularyDrafter):
         context_rope: Rope,
         anchors: SharedAnchors,
     ) -> Tensor:
-        context_kv = layer.self_attn.project_kv(context, context_rope)
-        return layer(
-            x,
-            rope,
-            lambda q, k, v: anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window),
-        )
+        def attend(q: Tensor, k: Tensor, v: Tensor, context_kv: KeysValues) -> Tensor:
+            return anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window)
+
+        outputs: Tensor = layer(x, rope, context, context_rope, attend)
+        return outputs
 
     @property
     def fused_input(self) -> FusedInput:
@@ -357,16 +363,9 @@ class BlockDrafter(VocabularyDrafter):
         visible = torch.cat([is_new, block_mask.expand(len(x), -1, -1)], dim=2)
         cos, sin = self.rotary(x, positions)
         for index, layer in enumerate(self._block_layers):
-            context_kv = layer.self_attn.project_kv(
-                target_context, (cos[:, :num_new], sin[:, :num_new])
-            )
 
             def attend(
-                q: Tensor,
-                k: Tensor,
-                v: Tensor,
-                index: int = index,
-                context_kv: tuple[Tensor, Tensor] = context_kv,
+                q: Tensor, k: Tensor, v: Tensor, context_kv: KeysValues, index: int = index
             ) -> Tensor:
                 keys, values = (torch.cat(parts, dim=2) for parts in zip(context_kv, (k, v)))
                 return append_and_attend(
@@ -380,7 +379,8 @@ class BlockDrafter(VocabularyDrafter):
                     positions,
                 )
 
-            x = layer(x, (cos[:, num_new:], sin[:, num_new:]), attend)
+            rope = cos[:, num_new:], sin[:, num_new:]
+            x = layer(x, rope, target_context, (cos[:, :num_new], sin[:, :num_new]), attend)
         cache.add_uncommitted(num_new + slots)
         cache.commit(None, context.num_new)
         return self.norm(x)

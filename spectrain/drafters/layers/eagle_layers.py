@@ -24,6 +24,7 @@ from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
+from spectrain.models.weight_block import WeightBlock
 
 from .fused_input import FusedInput, choose_fused_layers, make_embedding
 from .layers import (
@@ -95,7 +96,7 @@ class EagleSettings:
     architecture: dict[str, Any]  # with all variants
 
 
-class LaterLayer(nn.Module):
+class LaterLayer(WeightBlock):
     """A decoder layer after the first one, which reads only the residual stream."""
 
     def __init__(self, config: LlamaConfig, attention: type[Attention], window: int | None) -> None:
@@ -268,9 +269,14 @@ class EagleDrafter(VocabularyDrafter):
         cache.add_uncommitted(tokens.shape[1])
         return output
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [B, F, V] from output states [B, F, D]."""
+        logits: Tensor = self.lm_head(self.head_inputs(hidden))
+        return logits
+
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q [B, F, V] from output states [B, F, D]."""
         steps = accelerator().drafter_steps(self)
         if steps is not None:
             return steps.log_q(hidden)
-        return self.lm_head(self.head_inputs(hidden)).float().log_softmax(-1)
+        return self.logits(hidden).float().log_softmax(-1)

@@ -36,6 +36,7 @@ class UnrolledEagle(EagleDrafter):
 
     # Loss weight of each draft step relative to the step before it.
     step_decay: float
+    repeated_parts = ("self_attn", "mlp", "later")
     # Number of draft steps that are trained.
     num_steps: int
 
@@ -129,18 +130,21 @@ class UnrolledEagle(EagleDrafter):
         is_cut = step == 0 and rows is not None and self.num_layers == 1
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
-            q, k, v = batch.piece.exchange_qkv(*attention.project_qkv(x, rope), step)
-            new_kv.append((k, v))
-            keys, values = ([kv[number][part] for kv in (*earlier_kv, new_kv)] for part in (0, 1))
-            options = AttentionOptions(window=self.window)
-            if rows is not None and (step or is_cut):
-                q = rows.take_heads(q) if is_cut else q
-                return attention.project_output(rows.attend(q, keys, values, options))
-            return attention.project_output(
-                batch.piece.attend_unrolled(
+            def mix_values(own_q: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+                q, k, v = batch.piece.exchange_qkv(own_q, own_k, own_v, step)
+                new_kv.append((k, v))
+                layers = (*earlier_kv, new_kv)
+                keys, values = ([kv[number][part] for kv in layers] for part in (0, 1))
+                options = AttentionOptions(window=self.window)
+                if rows is not None and (step or is_cut):
+                    q = rows.take_heads(q) if is_cut else q
+                    return rows.attend(q, keys, values, options)
+                return batch.piece.attend_unrolled(
                     unrolled_attention, UnrolledRows(q, keys, values, batch.lengths, options)
                 )
-            )
+
+            outputs: Tensor = attention(x, rope, mix_values)
+            return outputs
 
         if not is_cut or rows is None:
             return self.run_layers(tokens, hidden, attend), new_kv

@@ -40,6 +40,7 @@ class FeatureLayerDrafter(VocabularyDrafter):
         capture=Capture(state_names=("cache",)),
         cost=OutputLayerCost,
     )
+    repeated_parts = ("fc", "self_attn", "mlp", "block")
     # Number of draft steps that are unrolled in training.
     num_steps: int
     # Whether to stop gradients between successive draft steps.
@@ -98,6 +99,10 @@ class FeatureLayerDrafter(VocabularyDrafter):
         assert self.cache is not None
         self.cache.roll_back()
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits [B, F, V] of features [B, F, D]."""
+        return self.head.logits(hidden.to(self.head.output.weight.dtype))
+
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)
+        return self.logits(hidden).log_softmax(-1)

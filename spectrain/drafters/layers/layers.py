@@ -5,7 +5,7 @@ head size, W width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,15 @@ from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
 from spectrain.models.limits import max_text_length
 from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
+from spectrain.models.weight_block import WeightBlock
 
 if TYPE_CHECKING:
     from spectrain.models.kv_cache import TreeCache
     from spectrain.models.target import Target
 
 
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries [B, H, T, D], keys and values [B, K, T, D]) -> attention outputs [B, H, T, D]."""
 LAYER_KEYS = (
     "intermediate_size",
     "num_attention_heads",
@@ -120,10 +123,12 @@ def llama_config(target: Target, changes: dict[str, Any] | None = None) -> Llama
         ) from error
 
 
-class Attention(nn.Module):
+class Attention(WeightBlock):
     """Rotary attention over inputs of `in_width`, with grouped key-value heads, and with a
     window over the last positions.
     """
+
+    weight_methods: ClassVar[tuple[str, ...]] = ("project_qkv", "project_output")
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__()
@@ -137,10 +142,19 @@ class Attention(nn.Module):
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
         )
 
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: AttentionFn) -> Tensor:
+        """Return outputs [B, T, W] for inputs [B, T, ..]; `attend` mixes values by rotated queries
+        and keys.
+        """
+        return self._join_heads(attend(*self._rotate_qkv(x, rope)))
+
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
         D].
         """
+        return self._rotate_qkv(x, rope)
+
+    def _rotate_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -151,6 +165,9 @@ class Attention(nn.Module):
 
     def project_output(self, attended: Tensor) -> Tensor:
         """Project attention outputs [B, H, T, D] to [B, T, W]."""
+        return self._join_heads(attended)
+
+    def _join_heads(self, attended: Tensor) -> Tensor:
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def attend_causal(
@@ -224,18 +241,23 @@ class NormedAttention(Attention):
     attend to a context.
     """
 
+    weight_methods = (*Attention.weight_methods, "project_kv")
+
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__(config, in_width, window)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotate_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        k, v = self.project_kv(x, rope)
+        k, v = self._rotate_kv(x, rope)
         return apply_rotary(q, rope).to(v.dtype), k, v
 
     def project_kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values [B, K, T, D] of a context [B, T, W]."""
+        return self._rotate_kv(x, rope)
+
+    def _rotate_kv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return apply_rotary(k, rope).to(v.dtype), v
@@ -248,7 +270,7 @@ def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class Mlp(nn.Module):
+class Mlp(WeightBlock):
     """Llama's gated feed-forward block."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -261,7 +283,7 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ResBlock(nn.Module):
+class ResBlock(WeightBlock):
     """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the
     identity.
     """

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.models.weight_block import OutputLayer
 
 
 def make_output_layer(
     width: int, vocab_size: int, rank: int | None
-) -> tuple[nn.Linear | None, nn.Linear]:
+) -> tuple[nn.Linear | None, OutputLayer]:
     """Make P and U; without a rank, None and the full layer [V, D]."""
     if rank is not None and rank > width:
         raise UserError(
@@ -24,7 +25,7 @@ def make_output_layer(
             "out"
         )
     down = None if rank is None else nn.Linear(width, rank, bias=False)
-    return down, nn.Linear(rank or width, vocab_size, bias=False)
+    return down, OutputLayer(rank or width, vocab_size, bias=False)
 
 
 @torch.no_grad()

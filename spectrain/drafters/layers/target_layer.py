@@ -22,6 +22,7 @@ from spectrain.models.cache_arguments import cache_argument
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.model_parts import layer_list_name
+from spectrain.models.weight_block import WeightBlock
 
 from .layers import append_and_attend
 
@@ -34,7 +35,7 @@ TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 """
 
 
-class TargetLayer(nn.Module):
+class TargetLayer(WeightBlock):
     """A layer like the target's last layer with full attention, with random weights, and a norm
     like its final norm.
     """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
 from spectrain.models.forward_override import Forward
+from spectrain.models.weight_block import BlockLinear
 
 CONSISTENT_ROWS = 32
 """Rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever the other
@@ -114,7 +115,7 @@ def paired_forwards(module: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
         return
     for linear in module.modules():
         if (
-            type(linear) is nn.Linear
+            (type(linear) is nn.Linear or isinstance(linear, BlockLinear))
             and has_dense_weight(linear)
             and not is_batch_invariant(linear.in_features, 1)
         ):

@@ -23,6 +23,7 @@ from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
 from spectrain.models.forward_override import set_forward
+from spectrain.models.weight_block import BlockLinear
 
 from .batch_invariance import (
     CONSISTENT_ROWS,
@@ -76,7 +77,7 @@ class _TrainableLinear(torch.autograd.Function):
         return for_input, for_weight, for_bias, None
 
 
-class FeatureLinear(nn.Linear):
+class FeatureLinear(BlockLinear):
     """A linear that reads target features. A few features are so large that 8 bits would hold
     little of the others, so packed weights of this class are never rounded to integers."""
 
@@ -360,7 +361,7 @@ def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
             child.forward.discard_packed()  # type: ignore[attr-defined]
         elif (
             isinstance(child, nn.Linear)
-            and type(child) in (nn.Linear, FeatureLinear)
+            and (type(child) is nn.Linear or isinstance(child, BlockLinear))
             and _is_on_cpu(child)
         ):
             set_forward(child, PackedLinear(child, shared.get(child), low_precision))

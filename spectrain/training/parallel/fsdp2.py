@@ -1,19 +1,34 @@
 """FSDP2: every process holds a shard of each of the drafter's tensors, by torch's `fully_shard`,
 on any device.
+
+What is gathered at one time is a block: a decoder layer, an attention or feed-forward part that is
+the drafter's own, the projection of the fused features, or an output layer. The rest is gathered
+for the whole pass over a batch: norms, and layers that a step runs once for each draft step. These
+would be gathered anew for each, and their gradients summed in as many exchanges as this process's
+texts have draft steps, which differ. With autocast, weights are gathered in its type and their
+gradients are summed in float32.
 """
 
+import warnings
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from spectrain.drafters.base import Drafter, Losses
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
+from spectrain.models.weight_block import WeightBlock
 
 from ..checkpoints import gather_tensor, unflatten_optimizer
 from .base import ReplicatedStrategy
@@ -33,9 +48,23 @@ class FullyShardedStrategy(ReplicatedStrategy):
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
         super().set_drafter(drafter, target)
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.num_processes,))
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.autocast,
+            reduce_dtype=None if self.autocast is None else torch.float32,
+            # Autocast converts the inputs that it has to.
+            cast_forward_inputs=False,
+        )
+        # Outputs of a block are added to others, never changed in place.
+        warnings.filterwarnings("ignore", ".*FSDP2-wrapped module .* returned a view tensor")
+        blocks: list[Any] = []  # of FSDPModule
         for block in find_blocks(drafter):
-            fully_shard(block, mesh=mesh)
-        fully_shard(drafter, mesh=mesh)
+            blocks.append(fully_shard(block, mesh=mesh, mp_policy=policy))
+            for method in getattr(block, "weight_methods", ()):
+                register_fsdp_forward_method(block, method)
+        root: Any = fully_shard(drafter, mesh=mesh, mp_policy=policy)
+        # While a module runs, the next one is gathered.
+        for module, following in zip((root, *blocks), blocks):
+            module.set_modules_to_forward_prefetch([following])
         parameters: list[Any] = list(drafter.parameters())
         if not parameters:
             raise UserError(
@@ -110,15 +139,32 @@ class FullyShardedStrategy(ReplicatedStrategy):
 
 
 def find_blocks(drafter: nn.Module) -> list[nn.Module]:
-    """Return the modules of a drafter that are sharded separately: the layers of each model
-    inside it.
+    """Return the modules of a drafter that are sharded separately: the layers of each model inside
+    it, and the outermost `WeightBlock`s outside of its repeated parts.
+
+    A module that shares a parameter with another one is none: its weights are read there too.
     """
-    return [
-        layer
-        for module in drafter.modules()
-        if isinstance(module, Target)
-        for layer in module.layers
-    ]
+    uses = Counter(id(p) for _, p in drafter.named_parameters(remove_duplicate=False))
+    blocks = []
+    for module in _walk_blocks(drafter):
+        own = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        if own and all(uses[key] == count for key, count in own.items()):
+            blocks.append(module)
+    return blocks
+
+
+def _walk_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost blocks below a module."""
+    repeated = module.repeated_parts if isinstance(module, Drafter) else ()
+    for name, child in module.named_children():
+        if name in repeated:
+            continue
+        if isinstance(child, Target):
+            yield from child.layers
+        elif isinstance(child, WeightBlock):
+            yield child
+        else:
+            yield from _walk_blocks(child)
 
 
 def _gradient_norm(parameters: list[Any]) -> Tensor | None:

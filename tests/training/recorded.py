@@ -1,0 +1,194 @@
+"""Trains a drafter as one rank of many, without the others, and records what it would exchange.
+
+torch's fake process group exchanges nothing. Here every rank receives copies of what it sends
+itself, so that a training runs to its end on values that are finite. Not a test itself.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.features.live_source import LiveSource
+from spectrain.training import run as training_run
+from spectrain.training.parallel import ProcessMonitor
+from spectrain.training.trainer import Trainer
+from tests.training import worker
+
+NUM_RANKS = 8
+# Texts that do not divide by the ranks of a step.
+NUM_TEXTS = 61
+# One of a collective's name, and the type and size of each tensor.
+Collective = list[Any]
+NAMESPACES = ("c10d", "_c10d_functional")
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Records collectives, and lets a rank receive copies of its own tensors from the others."""
+
+    def __init__(self, drafter: nn.Module) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.collectives: list[Collective] = []
+        # The largest number of bytes of weights that were gathered at one time.
+        self.gathered_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        namespace, _, operation = name.partition("::")
+        if namespace not in NAMESPACES or operation in ("wait_tensor", "barrier"):
+            return result
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # The sizes of pickled objects, such as host names, may differ.
+        sizes = [
+            [str(tensor.dtype), None if tensor.dtype == torch.uint8 else list(tensor.shape)]
+            for tensor in tensors
+        ]
+        self.collectives.append([operation, sizes])
+        self._receive_copies(operation, tensors, result)
+        self.gathered_bytes = max(self.gathered_bytes, count_gathered_bytes(self.drafter))
+        return result
+
+    def _receive_copies(self, operation: str, tensors: list[Tensor], result: Any) -> None:
+        if operation == "_allgather_base_":
+            output, own = tensors
+            output.view(-1, own.numel()).copy_(own.reshape(1, -1).clone())
+        elif operation == "all_gather_into_tensor":
+            result.view(-1, tensors[0].numel()).copy_(tensors[0].reshape(1, -1))
+        elif operation == "_reduce_scatter_base_":
+            output, own = tensors
+            output.copy_(own.view(-1, output.numel())[dist.get_rank()].view_as(output))
+        elif operation == "allgather_":
+            *outputs, own = tensors
+            for output in outputs:
+                output.copy_(own)
+
+
+def count_gathered_bytes(drafter: nn.Module) -> int:
+    """Return the bytes of the weights that are gathered now, beside the shards of this rank."""
+    groups = [
+        group
+        for module in drafter.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[attr-defined]
+    ]
+    return sum(
+        parameter._unsharded_param.untyped_storage().size()
+        for group in groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    )
+
+
+class RecordedDataParallel(nn.parallel.DistributedDataParallel):
+    """DDP whose sums of gradients return at once; torch's own hook wants a result that a fake
+    process group does not give."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, sum_gradients)
+
+
+def sum_gradients(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Exchange a bucket of gradients as DDP does without a hook."""
+    dist.all_reduce(bucket.buffer())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@contextmanager
+def act_as_rank(rank: int) -> Iterator[None]:
+    """Let this process be a rank of `NUM_RANKS` for accelerate and torch."""
+    init_process_group = dist.init_process_group
+    monitor: Any = training_run.ProcessMonitor
+    data_parallel = nn.parallel.DistributedDataParallel
+
+    def init_fake(*_: Any, **__: Any) -> None:
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
+
+    def monitor_nothing(parallel: Any, patience: float) -> ProcessMonitor:
+        # Nobody answers its heartbeats.
+        return ProcessMonitor(SimpleNamespace(rank=rank, num_processes=1), patience)  # type: ignore[arg-type]
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    dist.init_process_group = init_fake
+    nn.parallel.DistributedDataParallel = RecordedDataParallel  # type: ignore[misc]
+    training_run.ProcessMonitor = monitor_nothing  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        dist.init_process_group = init_process_group
+        training_run.ProcessMonitor = monitor
+        nn.parallel.DistributedDataParallel = data_parallel  # type: ignore[misc]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+
+def make_dataset(held_out: int = 0) -> Dataset:
+    """Texts of unequal lengths, some so short that a drafter unrolls fewer draft steps, as many as
+    do not divide by the batches of a step."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 24, (NUM_TEXTS,), generator=generator).tolist()
+    rows = [torch.randint(3, 2000, (size,), generator=generator).tolist() for size in lengths]
+    examples = []
+    for number, row in enumerate(rows):
+        # Every fifth text carries loss at its last token only, which few draft steps reach.
+        start = len(row) - 1 if number % 5 == 0 else min(3, len(row) - 1)
+        examples.append(Example(row, [index >= start for index in range(len(row))]))
+    return Dataset(examples, len(examples), 0, 0, held_out=examples[:held_out])
+
+
+def record_training(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train as one rank; return its collectives, its steps and the most bytes that it gathered."""
+    target = worker.target_of(job["model"], "none")
+    drafter = worker.make(job["family"], target)
+    steps = []
+    options = {"lr": 1e-3, "warmup": 0.0, "log_every": 1, **job["options"]}
+    with act_as_rank(rank), CollectiveRecorder(drafter) as recorder:
+        Trainer(**options).fit(
+            drafter,
+            target,
+            make_dataset(job.get("held_out", 0)),
+            LiveSource(),
+            Path(job["out"]) / f"rank{rank}",
+            on_step=steps.append,
+        )
+    return {
+        "collectives": recorder.collectives,
+        "gathered": recorder.gathered_bytes,
+        "steps": steps,
+    }
+
+
+def record_jobs() -> None:
+    """Record every job of the first argument for each of its ranks, and write what they did."""
+    torch.set_num_threads(1)
+    for job in json.loads(sys.argv[1]):
+        records = {rank: record_training(job, rank) for rank in job["ranks"]}
+        (Path(job["out"]) / "records.json").write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    record_jobs()

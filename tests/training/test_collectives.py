@@ -1,0 +1,210 @@
+"""The collectives of a training, recorded for single ranks of eight: all ranks exchange the same in
+the same order, although their batches differ, or a real cluster would hang or exchange rubbish.
+
+It covers uneven last batches, accumulation, checkpoints and validation, and what FSDP2 gathers: one
+block after another, in the type of autocast.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.drafters.base import Drafter
+from spectrain.models.loading import load_hf
+from spectrain.training.parallel.fsdp2 import find_blocks
+from tests import commands
+from tests.training import recorded, worker
+from tests.training.test_processes import FAMILIES
+
+UNEVEN = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 1}
+# Three batches for each rank in a step, of which the last step lacks some.
+ACCUMULATED = {**UNEVEN, "accumulate": 3}
+
+
+@dataclass
+class Records:
+    """What the ranks of one training did."""
+
+    by_rank: dict[str, dict[str, Any]]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return next(iter(self.by_rank.values()))
+
+    def select(self, operation: str) -> list[list[Any]]:
+        """Return the type and the size of the first tensor of every collective of a name."""
+        return [sizes[0] for name, sizes in self.first["collectives"] if name == operation]
+
+    def assert_equal(self) -> None:
+        """Check that every rank ran the same steps and exchanged the same."""
+        assert self.first["steps"] and len(self.by_rank) > 1
+        for rank, record in self.by_rank.items():
+            assert record["steps"] == self.first["steps"], rank
+            pairs = zip(record["collectives"], self.first["collectives"], strict=True)
+            for index, (own, other) in enumerate(pairs):
+                assert own == other, (rank, index)
+
+
+def record(jobs: list[dict[str, Any]]) -> list[Records]:
+    """Record jobs in a process of their own, which may change what torch and accelerate hold."""
+    for job in jobs:
+        Path(job["out"]).mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [json.dumps(jobs)]
+    status, _, stderr = commands.start(arguments, environment, program=recorded.record_jobs).wait(
+        3000
+    )
+    assert status == 0, stderr[-4000:]
+    return [Records(json.loads((Path(job["out"]) / "records.json").read_text())) for job in jobs]
+
+
+def make_job(
+    folder: Path, model: Path, family: str, ranks: list[int], options: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    number = len(list(folder.iterdir())) if folder.exists() else 0
+    name = f"{family}-{number}-{abs(hash(json.dumps(options, sort_keys=True)))}"
+    return {
+        "family": family,
+        "model": str(model),
+        "out": str(folder / name),
+        "ranks": ranks,
+        "options": options,
+        **more,
+    }
+
+
+def count_bytes(drafter: Drafter) -> tuple[int, list[int]]:
+    """Return the bytes of all weights in float32, and of every block."""
+    sizes = [4 * sum(p.numel() for p in block.parameters()) for block in find_blocks(drafter)]
+    return 4 * sum(parameter.numel() for parameter in drafter.parameters()), sizes
+
+
+@pytest.fixture(scope="module")
+def quick_records(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Records]:
+    """Record EAGLE-3 and DFlash for two ranks; on bfloat16 one rank and step are enough."""
+    folder = tmp_path_factory.mktemp("collectives")
+    fsdp2 = {**UNEVEN, "sharding": "fsdp2"}
+    return record(
+        [
+            make_job(folder, shallow_folder, "eagle3", [0, 7], {**ACCUMULATED, **fsdp2}),
+            make_job(folder, shallow_folder, "dflash", [0, 7], fsdp2),
+            make_job(
+                folder,
+                shallow_folder,
+                "eagle3",
+                [0],
+                {
+                    "batch_tokens": 32,
+                    "max_steps": 1,
+                    "sharding": "fsdp2",
+                    "mixed_precision": "bf16",
+                },
+            ),
+        ]
+    )
+
+
+def test_ranks_exchange_the_same(quick_records: list[Records]) -> None:
+    """A rank with full batches and one that lacks some in the last step exchange the same."""
+    for records in quick_records[:2]:
+        records.assert_equal()
+
+
+def test_draft_steps_share_what_is_gathered(
+    quick_records: list[Records], shallow_folder: Path
+) -> None:
+    """EAGLE-3 gathers its layers once for all draft steps of a batch, fc and the output layer for
+    the forward and the backward pass, and sums gradients once a step."""
+    records = quick_records[0]
+    drafter = worker.make("eagle3", load_hf(str(shallow_folder)))
+    total, blocks = count_bytes(drafter)
+    # The projection of features and the output layer.
+    assert len(blocks) == 2
+    steps = len(records.first["steps"])
+    # A rank that lacks batches runs its last one again, with a weight of 0.
+    batches = ACCUMULATED["accumulate"] * steps
+    assert len(records.select("_allgather_base_")) == (1 + 2 * len(blocks)) * batches
+    assert len(records.select("_reduce_scatter_base_")) == (len(blocks) + 1) * steps
+    assert records.first["gathered"] <= total
+
+
+def test_a_layer_is_gathered_while_it_runs(
+    quick_records: list[Records], shallow_folder: Path
+) -> None:
+    """DFlash holds two blocks at one time, the one that runs and the next one, beside what is
+    none; a block is gathered for the forward and for the backward pass."""
+    records = quick_records[1]
+    drafter = worker.make("dflash", load_hf(str(shallow_folder)))
+    total, blocks = count_bytes(drafter)
+    rest = total - sum(blocks)
+    assert len(blocks) == 1 + len(drafter.blocks)  # type: ignore[arg-type]
+    assert records.first["gathered"] <= rest + 2 * max(blocks)
+    assert rest + 2 * max(blocks) < total
+    steps = len(records.first["steps"])
+    assert len(records.select("_allgather_base_")) == (1 + 2 * len(blocks)) * steps
+
+
+def test_weights_are_gathered_in_half_precision(quick_records: list[Records]) -> None:
+    """With autocast weights travel in bfloat16, and gradients are summed in float32."""
+    records = quick_records[2]
+    assert {dtype for dtype, _ in records.select("_allgather_base_")} == {"torch.bfloat16"}
+    assert {dtype for dtype, _ in records.select("_reduce_scatter_base_")} == {"torch.float32"}
+
+
+def test_a_difference_between_ranks_fails() -> None:
+    """The comparison sees another order, size, type and number of collectives."""
+    own = [["allreduce_", [["torch.float32", [2]]]], ["broadcast_", [["torch.float32", [3]]]]]
+    for other in (own[::-1], own[:1], [own[0], ["broadcast_", [["torch.bfloat16", [3]]]]]):
+        records = Records(
+            {
+                "0": {"steps": [1], "collectives": own},
+                "7": {"steps": [1], "collectives": other},
+            }
+        )
+        with pytest.raises((AssertionError, ValueError)):
+            records.assert_equal()
+
+
+@pytest.mark.slow
+def test_every_rank_of_eight_exchanges_the_same(shallow_folder: Path, tmp_path: Path) -> None:
+    """All eight ranks, with DDP, which validates, and with FSDP2."""
+    jobs = [
+        make_job(
+            tmp_path,
+            shallow_folder,
+            family,
+            list(range(recorded.NUM_RANKS)),
+            {**ACCUMULATED, "sharding": sharding},
+            held_out=2,
+        )
+        for sharding in ("ddp", "fsdp2")
+        for family in ("eagle3", "dflash", "medusa", "causal")
+    ]
+    for records in record(jobs):
+        records.assert_equal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_family_exchanges_the_same(
+    shallow_folder: Path, tmp_path: Path, recompute: bool
+) -> None:
+    """Every family that FSDP2 shards, for a full and a lacking rank, with and without gradient
+    checkpointing."""
+    torch.manual_seed(0)
+    target = load_hf(str(shallow_folder))
+    families = [
+        family
+        for family in FAMILIES
+        if family != "early_exit"
+        and not (recompute and worker.make(family, target).capabilities.adapts_layers)
+    ]
+    options = {**UNEVEN, "sharding": "fsdp2", "gradient_checkpointing": recompute}
+    jobs = [make_job(tmp_path, shallow_folder, family, [0, 7], options) for family in families]
+    for records in record(jobs):
+        records.assert_equal()
