@@ -31,7 +31,7 @@ class DrafterPublisher:
         group = GroupSpec("server", server).with_settings(url=url, **settings)
         built = group.build()
         if not isinstance(built, OpenAIServer):
-            raise UserError(f"server={server}: it takes no drafters; use vllm, sglang or spectrain")
+            raise UserError(f"server={server}: it takes no drafters; use vllm or spectrain")
         self.swapper = DrafterSwapper(
             RunSpec(server=group), built, FollowSettings(swap="push"), UpstreamSwitch(url)
         )
