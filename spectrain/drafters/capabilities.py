@@ -49,6 +49,17 @@ class FitSeconds:
 
 
 @dataclass(frozen=True)
+class FitOperations:
+    """The floating-point operations of a fit once its features are there."""
+
+    # For each token that it reads.
+    per_token: float
+    # However many tokens it reads, in single and in double precision.
+    single: float
+    double: float
+
+
+@dataclass(frozen=True)
 class InitialFit:
     """Initial weights that are fitted to the target's states before the first training step."""
 
@@ -58,6 +69,8 @@ class InitialFit:
     run: Callable[[Any, Sequence[Batch], Target], None]
     # Estimates how long that takes for the drafter, by timing a small part of it.
     measure: Callable[[Any], FitSeconds]
+    # Counts what that computes for the drafter, which needs no weights, and a number of tokens.
+    count: Callable[[Any, float], FitOperations]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
-from spectrain.drafters.layers.fitted_start import fit_eagle, measure_fit
+from spectrain.drafters.layers.fitted_start import count_fit, fit_eagle, measure_fit
 from spectrain.drafters.layers.layers import init_self_attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
@@ -103,7 +103,7 @@ class Eagle3(UnrolledEagle):
         self.norm_output = complete["norm_output"]
         fit = None
         if start == "fitted" and fit_tokens:
-            fit = InitialFit(fit_tokens, type(self).fit_start, measure_fit)
+            fit = InitialFit(fit_tokens, type(self).fit_start, measure_fit, count_fit)
         self.capabilities = replace(
             self.capabilities,
             initial_fit=fit,

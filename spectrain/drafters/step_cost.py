@@ -101,3 +101,5 @@ class StepCost:
     backward_values: float = 0
     # Rows of the target's forwards without gradients in the loss.
     forward_rows: float = 0
+    # Further such rows, whose results a drafter keeps for the later epochs.
+    cached_rows: float = 0

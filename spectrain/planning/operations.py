@@ -12,13 +12,30 @@ def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[floa
     """Return the operations of a padded token, on average over stages and batches: of its features,
     and of the rest of a step.
     """
-    sampled = batches[:: max(1, len(batches) // 64)]
+    sampled = sample_batches(batches)
     features = steps = 0.0
     for number, share in models.stage_shares.items():
         features += share * sum(feature_flops(models, number, batch) for batch in sampled)
         steps += share * sum(step_flops(models, number, batch) for batch in sampled)
     tokens = sum(batch.tokens for batch in sampled)
     return features / tokens, steps / tokens
+
+
+def cached_flops_per_token(models: Models, batches: Sequence[BatchShape]) -> float:
+    """Return the operations of a padded token whose results a drafter keeps for later epochs."""
+    sampled = sample_batches(batches)
+    total = 0.0
+    for number, share in models.stage_shares.items():
+        costs = [stage_cost(models, models.stages[number], batch) for batch in sampled]
+        total += share * sum(
+            forward_flops(models, cost.cached_rows, batch) for cost, batch in zip(costs, sampled)
+        )
+    return total / sum(batch.tokens for batch in sampled)
+
+
+def sample_batches(batches: Sequence[BatchShape]) -> Sequence[BatchShape]:
+    """Return at most about 64 of the batches, evenly spaced."""
+    return batches[:: max(1, len(batches) // 64)]
 
 
 def feature_flops(models: Models, stage: int, batch: BatchShape) -> float:
@@ -66,8 +83,13 @@ def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
         6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
     )
     total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
+    return total + forward_flops(models, cost.forward_rows, batch)
+
+
+def forward_flops(models: Models, rows: float, batch: BatchShape) -> float:
+    """Return the operations of the target's layers over rows of a batch, without gradients."""
     layers = models.row_cost(models.target.layers)
-    return total + cost.forward_rows * (
+    return rows * (
         2 * layers.weights + 4 * layers.attention * mean_keys(models.target, batch.length)
     )
 

@@ -79,6 +79,11 @@ def row_cost(module: nn.Module, trained: Collection[int] = ()) -> RowCost:
             # What LoRA adds to a linear's output is not stored by itself.
             cost += replace(part, products=0) if name == "lora_B" else part
     cost += RowCost(products=getattr(module, "stored_values", 0))
+    # A layer adds what these return to its stream, which a trained norm stores twice: as it is and
+    # normalised. Beside adapters norms are frozen, and store it once.
+    returned: list[Any] = [getattr(module, name, None) for name in ("o_proj", "down_proj")]
+    adapted = [linear for linear in returned if hasattr(linear, "lora_A")]
+    cost += RowCost(products=-sum(linear.out_features for linear in adapted))
     inner, attended = (
         getattr(getattr(module, name, None), "in_features", 0) for name in ("down_proj", "o_proj")
     )

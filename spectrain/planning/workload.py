@@ -3,7 +3,7 @@ over them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.config.spec import RunSpec
@@ -19,7 +19,7 @@ from spectrain.training.validation import count_validation_rows, select_prompts
 from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
 
 from .footprint import Models
-from .operations import drafting_weights, flops_per_token
+from .operations import cached_flops_per_token, drafting_weights, flops_per_token
 
 QUICK_BYTES = 256e6
 """Bytes of data up to which its tokens are counted; for more, plan.tokens is required."""
@@ -151,6 +151,25 @@ def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
     return once * models.trainer.context_parallel
 
 
+def fitted_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
+    """Return the part of the data to which initial weights are fitted: at most the batches of the
+    run, each text once."""
+    fit = models.drafter.capabilities.initial_fit
+    is_left_out = models.num_devices > 1 and spec.source.build().stores_features
+    if fit is None or is_left_out:
+        return 0.0
+    return min(fit.num_tokens / work.tokens, work.epochs, 1.0)
+
+
+def fit_flops(models: Models, num_tokens: float) -> float:
+    """Return the operations of fitting initial weights to this many tokens, without features."""
+    fit = models.drafter.capabilities.initial_fit
+    if fit is None or not num_tokens:
+        return 0.0
+    operations = fit.count(models.drafter, num_tokens)
+    return num_tokens * operations.per_token + operations.single + operations.double
+
+
 @dataclass(frozen=True)
 class Operations:
     """Floating-point operations: of a padded token's features, of the rest of its step, and of
@@ -163,10 +182,14 @@ class Operations:
 
 
 def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operations:
-    """Return the operations of a run, those of its validations included."""
+    """Return the operations of a run, those of its fit and its validations included."""
     features, step = flops_per_token(models, work.batches)
-    epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
+    fitted = fitted_epochs(spec, models, work)
+    read = replace(work, epochs=work.epochs + fitted)
+    epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, read)
     trained = work.padded * (features * epochs + step * work.epochs)
+    trained += work.padded * cached_flops_per_token(models, work.batches) * min(1.0, work.epochs)
+    trained += fit_flops(models, work.tokens * fitted)
     each = validation_flops(models, work)
     recorded = recording_flops(models, work)
     during = count_affordable(trained, recorded + each, each) if each else 0

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters import eagle3
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layers import fitted_start
 from spectrain.drafters.layers.fitted_start import (
     EagleFitter,
     RidgeRegression,
+    count_fit,
     factorize,
     fit_eagle,
     label_positions,
@@ -321,3 +324,23 @@ def test_a_fit_is_estimated_by_the_speed_of_products(shallow: Target) -> None:
     assert slow.per_token == 2 * fast.per_token > 0 and slow.solving == 2 * fast.solving > 0
     small = make_drafter(shallow, vocab_size=256)
     assert measure_fit(small, make_clock(1.0)).solving < fast.solving
+
+
+def test_the_operations_of_a_fit_are_counted(
+    shallow: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further tokens take what is counted for each, but for attention over these short texts."""
+    # The sharpness reads the first batch alone.
+    monkeypatch.setattr(fitted_start, "SHARPNESS_ROWS", 1)
+    drafter = make_drafter(shallow)
+    rows = torch.randint(3, 2000, (6, 40)).tolist()
+    dataset = Dataset([Example(row, [True] * 40) for row in rows], 6, 0, 0)
+    batch = make_batch(shallow, drafter, dataset)
+
+    def count_operations(num_batches: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            fit_eagle(drafter, [batch] * num_batches, shallow)
+        return counter.get_total_flops()
+
+    per_token = (count_operations(3) - count_operations(1)) / (2 * batch.tokens.numel())
+    assert count_fit(drafter, 240).per_token == pytest.approx(per_token, rel=0.1)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.capabilities import FitSeconds
+from spectrain.drafters.capabilities import FitOperations, FitSeconds
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import restrict_target
 from spectrain.models.device import synchronize_device
@@ -100,13 +100,8 @@ class RidgeRegression:
         return weight @ self.products @ weight.T / self.num_rows
 
 
-@torch.no_grad()
-def measure_fit(
-    drafter: UnrolledEagle, clock: Callable[[], float] = time.perf_counter
-) -> FitSeconds:
-    """Estimate the seconds of `fit_eagle` for a drafter, from its number of operations and the
-    speed of small ones.
-    """
+def count_fit(drafter: UnrolledEagle, num_tokens: float) -> FitOperations:
+    """Return the operations of `fit_eagle` for a drafter and a number of tokens."""
     modules: Any = drafter
     fc, o_proj, down_proj = modules.fc, modules.self_attn.o_proj, modules.mlp.down_proj
     width = fc.out_features
@@ -118,21 +113,36 @@ def measure_fit(
     ]
     layers = sum(p.numel() for p in (*modules.self_attn.parameters(), *modules.mlp.parameters()))
     vocab_size = len(modules.draft_ids)
-    # fc runs for every regression and the sharpness, the layers for the last two.
-    row = 2 * (4 * fc.weight.numel() + 2 * layers)
+    # fc runs for every regression, and the layers for the last one.
+    row = 2 * (3 * fc.weight.numel() + layers)
     row += sum(2 * inputs * (inputs + outputs) for inputs, outputs in shapes)
-    # The products of the head, and of each row of the sharpness with both output layers.
+    # The products of the head, and of each row of the sharpness with fc, the layers and both output
+    # layers.
     fixed = 2 * vocab_size * width**2
-    fixed += 2 * SHARPNESS_ROWS * width * (vocab_size + modules.head.vocab_size)
+    outputs = width * (vocab_size + modules.head.vocab_size)
+    fixed += 2 * min(SHARPNESS_ROWS, num_tokens) * (fc.weight.numel() + layers + outputs)
     exact = sum(inputs**3 / 3 + 2 * inputs**2 * outputs for inputs, outputs in shapes)
     # The covariance of the predictions, and eigenvectors of the size of a state.
     exact += 2 * width * shapes[1][0] ** 2 + 10 * width**3
-    device = fc.weight.device
+    return FitOperations(row, fixed, exact)
+
+
+@torch.no_grad()
+def measure_fit(
+    drafter: UnrolledEagle, clock: Callable[[], float] = time.perf_counter
+) -> FitSeconds:
+    """Estimate the seconds of `fit_eagle` for a drafter, from its number of operations and the
+    speed of small ones.
+    """
+    operations = count_fit(drafter, SHARPNESS_ROWS)
+    device = drafter.fc.weight.device
     single, double = (
         OVERHEAD * _seconds_per_operation(dtype, device, clock)
         for dtype in (torch.float32, torch.float64)
     )
-    return FitSeconds(row * single, fixed * single + exact * double)
+    return FitSeconds(
+        operations.per_token * single, operations.single * single + operations.double * double
+    )
 
 
 def _seconds_per_operation(

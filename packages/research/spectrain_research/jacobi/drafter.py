@@ -143,7 +143,8 @@ class Jacobi(Drafter):
         runs = [Run(target.layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
         # The trajectories take one forward a step of Jacobi's iteration.
         iterated = self.block * (batch.tokens + guesses / 2)
-        return StepCost(runs, judged, forward_rows=iterated + batch.tokens)
+        original = batch.tokens if self.self_distillation else 0
+        return StepCost(runs, judged, forward_rows=original, cached_rows=iterated)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run every block after its text in a random state and in its fixed point, whose
