@@ -25,7 +25,7 @@ their entry points.
 """
 
 ROOMS = (
-    ("kernels",),
+    ("kernels", "copying"),
     ("output", "errors", "files", "randomness", "provenance"),
     ("config",),
     ("trees",),

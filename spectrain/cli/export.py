@@ -20,6 +20,7 @@ from spectrain.export.converter import (
     resolve_target,
     write_checked,
 )
+from spectrain.export.copying import refuse_other_drafters, render_copying_card, write_copying
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
@@ -48,9 +49,49 @@ class Upload:
     private: bool = True
 
 
-def run_export(push: str | None, private: bool, **settings: Any) -> Path:
-    """Run the command with its settings by key."""
-    return export_command(push=Upload(push, private) if push else None, **settings)
+def run_export(push: str | None, private: bool, drafter: GroupSpec | None, **settings: Any) -> Path:
+    """Run the command with its settings by key: of a run, or of a drafter without weights."""
+    destination = Upload(push, private) if push else None
+    if not drafter:
+        return export_command(push=destination, **settings)
+    if settings["run"] is not None:
+        raise UserError(
+            f"drafter={drafter.choice}: the drafter is that of run={settings['run']}; leave one out"
+        )
+    for key in ("dtype", "engine_python", "quantize"):
+        if settings[key]:
+            raise UserError(f"{key}: drafter={drafter.choice} has no weights; leave it out")
+    return export_copying(
+        drafter, settings["format"], settings["out"], settings["target"], destination
+    )
+
+
+def export_copying(
+    drafter: GroupSpec,
+    format: str | None,
+    out: str | None,
+    target: GroupSpec | None,
+    push: Upload | None = None,
+) -> Path:
+    """Write a drafter that copies, and its store, for vLLM, with a card."""
+    refuse_other_drafters(drafter, format)
+    require_keys(
+        f"spectrain export drafter={drafter.choice} target=tiny format=vllm out=DIR",
+        out=out,
+        target=target or None,
+    )
+    folder = Path(str(out))
+    refuse_nonempty(folder)
+    files = requested_target(target)
+    assert files is not None
+    name = push.name if push else str(folder)
+    with atomic_write(folder, folder=True, is_new=True) as scratch:
+        write_copying(drafter, files, scratch)
+        (scratch / "README.md").write_text(render_copying_card(drafter, files, name))
+    print(f"drafter={drafter.choice} for vLLM: written to {folder}; README.md says how to serve it")
+    if push:
+        print(f"uploaded to {upload(folder, push.name, push.private)}")
+    return folder
 
 
 def export_command(

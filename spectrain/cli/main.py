@@ -383,6 +383,7 @@ CORE_TASKS: Mapping[str, Task] = {
         "dtype",
         "engine_python",
         "quantize",
+        "drafter",
     ),
     "convert": call_with_keys(
         "cli.export.convert_command", "run", "format", "out", "target", "dtype"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.build import GroupSpec
-from spectrain.data.stored_texts import MAX_MATCH
+from spectrain.copying.suffixes import MAX_MATCH
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import collect_provenance

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.layers.inner_drafters import (
     DrafterWrapper,
@@ -20,7 +21,6 @@ from spectrain.models.features import Features
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 
 from .base import Drafter, prefill_prompts
 from .capabilities import SavedFiles

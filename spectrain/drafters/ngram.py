@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from spectrain.drafters.layers.copies import GrowingTexts, build_trie
+from spectrain.copying.occurrences import build_trie
+from spectrain.copying.trie import Trie
+from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
 from spectrain.trees.rollout import Draft
-from spectrain.trees.trie import Trie
 
 from .base import Drafter
 from .capabilities import Capabilities

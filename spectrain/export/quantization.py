@@ -104,7 +104,9 @@ class WeightQuantization:
 
     def make_scheme(self, shapes: Mapping[str, torch.Size]) -> Any:
         """Return the library's scheme for matrices of these shapes by name."""
-        scheme = import_library().quantization.preset_name_to_scheme(self.preset, ["Linear"])
+        # vLLM's output layer is no Linear, so it is named.
+        targets = ["Linear", *([f"re:.*\\b{HEAD_MODULE}$"] if self.head else [])]
+        scheme = import_library().quantization.preset_name_to_scheme(self.preset, targets)
         if self.takes_groups:
             scheme.weights.group_size = self._choose_group_size(shapes)
         return scheme

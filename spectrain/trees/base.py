@@ -14,12 +14,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.errors import UserError
 
 from .measurements import Calibration
 from .rollout import Draft, Rollout
 from .token_tree import Children, TokenTree
-from .trie import Trie
 
 
 class Prefix(Protocol):

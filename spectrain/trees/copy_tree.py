@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spectrain.copying.trie import Trie
+
 from .base import RoundResult
 from .measurements import Latency
-from .trie import Trie
 
 # Acceptance probability of the heaviest copy before any was judged, and the number of texts that it
 # counts for.

@@ -7,13 +7,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from spectrain.copying.trie import Trie
+
 from .base import Prefix, TreeBuilder, TreeTraits, check_settings
 from .growing import GrowingTree
 from .measured_policy import MeasuredPolicy
 from .measurements import Calibration
 from .rollout import Rollout
 from .token_tree import TokenTree
-from .trie import Trie
 
 
 class Auto(TreeBuilder):

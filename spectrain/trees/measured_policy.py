@@ -10,6 +10,7 @@ from statistics import mean
 import numpy as np
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.errors import UserError
 
 from .acceptance_by_depth import AcceptanceByDepth
@@ -31,7 +32,6 @@ from .round_costs import RoundCosts
 from .running_mean import RunningMean
 from .token_curves import TokenCurves
 from .token_tree import TokenTree
-from .trie import Trie
 from .verify_fit import VerifyFit
 
 # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first

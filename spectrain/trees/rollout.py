@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
+
 from .token_tree import TokenTree
-from .trie import Trie
 
 
 class Rollout(ABC):

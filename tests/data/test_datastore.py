@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spectrain.config.build import GroupSpec
+from spectrain.copying.suffixes import MAX_MATCH, TEXT_END
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.datastore import (
     Datastore,
@@ -19,7 +20,6 @@ from spectrain.data.datastore import (
     write_store,
 )
 from spectrain.data.index import index_command
-from spectrain.data.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 

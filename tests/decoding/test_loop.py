@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -20,7 +21,6 @@ from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from tests.decoding.rounds import placed, proposed
 from tests.trees.tables import check_structure
 

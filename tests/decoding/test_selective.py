@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.decoding.selective import PlannedDrafter, plan_rounds
@@ -28,7 +29,6 @@ from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
 from spectrain.trees.measured_policy import MeasuredPolicy
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.trie import Trie
 from tests.trees.tables import context
 
 PROMPTS = [[5, 7, 9, 5, 7, 9, 5, 7], [40, 50, 60, 40]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.drafters.layers.copies import IndexedText
+from spectrain.copying.occurrences import IndexedText
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.target import Target

@@ -12,8 +12,11 @@ import torch
 
 from spectrain.config.build import GroupSpec, build
 from spectrain.config.spec import RunSpec
+from spectrain.copying.estimates import SOURCES, AcceptanceEstimator, Proposal
+from spectrain.copying.occurrences import Copies
+from spectrain.copying.suffixes import TEXT_END
+from spectrain.copying.trie import Trie
 from spectrain.data.datastore import hash_vocabulary, write_store
-from spectrain.data.stored_texts import TEXT_END
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.calibration import calibrate_builders
@@ -22,7 +25,6 @@ from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_requ
 from spectrain.decoding.selective import plan_rounds
 from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.hybrid import PATIENCE, Hybrid
-from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.models.features import Features
@@ -30,7 +32,6 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Prefix, RoundPolicy
-from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
 from tests.installed import load_cases

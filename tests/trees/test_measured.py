@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.errors import UserError
 from spectrain.trees import Auto
 from spectrain.trees.base import RoundPlan, RoundResult
@@ -16,7 +17,6 @@ from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.round_costs import SETTLED_ROUNDS, RoundCosts
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.trie import Trie
 from spectrain.trees.verify_fit import VerifyFit
 from tests.installed import load_cases
 from tests.trees.tables import (

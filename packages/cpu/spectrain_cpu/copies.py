@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.data.stored_texts import MAX_MATCH, TEXT_END
+from spectrain.copying.suffixes import MAX_MATCH, TEXT_END
 
 from .vectors import compile_cached, compile_inline
 

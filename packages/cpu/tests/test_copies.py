@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
-from spectrain.data.stored_texts import TEXT_END
-from spectrain.drafters.layers.merged_copies import (
-    merge_continuations,
+from spectrain.copying.merging import (
     merge_continuations_reference,
 )
+from spectrain.copying.suffixes import TEXT_END
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
+from spectrain.drafters.layers.copies import merge_continuations
 from spectrain.kernels import dispatch
 from spectrain.models.accelerator import accelerator
 from spectrain_cpu.available import are_kernels_loaded

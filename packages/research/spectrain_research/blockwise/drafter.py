@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, NotNegative, Width
+from spectrain.copying.trie import Trie
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.trees.rollout import DepthRollout, Draft
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.nested_drafter import NestedDrafter
 
 from .ngrams import NgramModel, find_best_paths

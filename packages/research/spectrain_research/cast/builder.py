@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+from spectrain.copying.trie import Trie
 from spectrain.trees.base import Prefix, check_settings
 from spectrain.trees.copy_tree import are_calibrated, chances_by_depth
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.trie import Trie
 
 
 class Cast(LatencyAwareBuilder):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.context import Context
@@ -29,7 +30,6 @@ from spectrain.trees.chain import Chain
 from spectrain.trees.dynamic import Eagle2
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.cross_vocabulary.model import ModelRollout, load_foreign_model
 
 from .spelling import (

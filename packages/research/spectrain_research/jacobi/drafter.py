@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps, Width
+from spectrain.copying.trie import Trie
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
@@ -28,7 +29,6 @@ from spectrain.models.lora import TargetTraining
 from spectrain.randomness import DRAFT, keyed_generator, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.purposes import TRAJECTORY
 
 from .sampled_window import SampledWindow

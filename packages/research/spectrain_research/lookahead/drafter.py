@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
@@ -20,7 +21,6 @@ from spectrain.randomness import DRAFT, keyed_generator
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.phrase_pool import PhrasePool
 
 if TYPE_CHECKING:

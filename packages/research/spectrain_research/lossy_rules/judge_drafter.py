@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.copying.occurrences import build_trie
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.copies import GrowingTexts, build_trie
+from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
 from spectrain.drafters.step_cost import BatchShape, Judged, StepCost
 from spectrain.errors import UserError

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from spectrain.config.values import Count, NotNegative
-from spectrain.data.stored_texts import TEXT_END
+from spectrain.copying.suffixes import TEXT_END
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.models.features import Features

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spectrain.config.values import Count, Steps
+from spectrain.copying.trie import Trie
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import InnerCost
 from spectrain.models.features import Features
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.nested_drafter import NestedDrafter
 from spectrain_research.shared.phrase_pool import PhrasePool
 

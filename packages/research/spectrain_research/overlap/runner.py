@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import EagerRunner, Request
 from spectrain.decoding.session import Session
@@ -38,7 +39,6 @@ from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.follower import STOP_DRAFTING, DraftRequest, Follower
 
 from .streams import StreamWorker

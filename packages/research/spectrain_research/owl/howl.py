@@ -10,6 +10,7 @@ from math import exp
 from typing import TYPE_CHECKING, Any
 
 from spectrain.config.values import Count
+from spectrain.copying.trie import Trie
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
@@ -18,7 +19,6 @@ from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.running_mean import RunningMean
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import NotNegative, Share
+from spectrain.copying.estimates import Proposal
+from spectrain.copying.trie import Trie
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import DrafterWithCopies
-from spectrain.drafters.layers.copies import CopySource, Proposal
+from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.shared.nested_rollout import NestedRollout
 from spectrain_research.shared.nesting import build_nestable
 

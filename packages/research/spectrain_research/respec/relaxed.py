@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, Share
-from spectrain.drafters.layers.copies import Proposal
+from spectrain.copying.estimates import Proposal
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.trees.token_tree import TokenTree

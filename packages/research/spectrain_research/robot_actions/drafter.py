@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from spectrain.config.values import Count, Positive
+from spectrain.copying.trie import Trie
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.trees.rollout import Draft
-from spectrain.trees.trie import Trie
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.drafters.context import Context
 from spectrain.trees.rollout import Draft, Rollout
-from spectrain.trees.trie import Trie
 
 
 class CopyRollout(Rollout):

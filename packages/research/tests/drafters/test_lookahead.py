@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
@@ -17,7 +18,6 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.lookahead.drafter import Lookahead
 from spectrain_research.shared.guard import Guard
 from spectrain_research.shared.phrase_pool import PhrasePool

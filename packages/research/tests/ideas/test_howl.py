@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.context import Context
@@ -15,7 +16,6 @@ from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-from spectrain.trees.trie import Trie
 from spectrain_research.owl.howl import FIRST_ROUNDS, Howl, make_tries, promised_tokens
 from tests.decoding.rounds import Keeping
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.copying.estimates import Proposal
+from spectrain.copying.occurrences import Copies
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.drafters.layers.copies import Copies, Proposal
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import Eagle2

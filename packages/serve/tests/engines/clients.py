@@ -83,15 +83,18 @@ def answer_offline(
     prompts: list[list[int]],
     limits: list[int],
     scratch: Path,
+    rows: int = ROWS,
 ) -> Answers:
-    """Return the greedy answers of `vllm.LLM`; `drafting` is its speculative_config."""
+    """Return the greedy answers of `vllm.LLM`, `rows` at a time; `drafting` is its
+    speculative_config.
+    """
     out = scratch / "offline.json"
     log = scratch / "offline.log"
     model = {
         "model": str(target),
         "dtype": "float32",
         "max_model_len": MAX_LENGTH,
-        "max_num_seqs": ROWS,
+        "max_num_seqs": rows,
         "enforce_eager": True,
         "speculative_config": drafting,
     }

@@ -1,8 +1,8 @@
 """vLLM serves what we export with quantized weights: the same text as without a drafter, and the
 acceptance of our own decoding with the rounded weights.
 
-With int8 vLLM also rounds the inputs of these products, which our score does not: that is within
-the tolerance here.
+With int8 and fp8 vLLM also rounds the inputs of these products, which our score does not: that is
+within the tolerance here. Its CPU kernel of 4-bit weights takes bfloat16 alone, so it is not run.
 """
 
 import json
@@ -56,8 +56,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "settings"),
-    [("int8", {}), ("int8", {"fc": True, "head": True}), ("w4a16", {}), ("fp8", {})],
-    ids=["int8", "int8-all", "w4a16", "fp8"],
+    [("int8", {}), ("int8", {"fc": True, "head": True}), ("fp8", {})],
+    ids=["int8", "int8-all", "fp8"],
 )
 def test_vllm_accepts_as_we_do_with_rounded_weights(
     scheme: str, settings: dict[str, Any], plain: PlainAnswers, tmp_path: Path

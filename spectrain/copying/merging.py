@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spectrain.data.stored_texts import TEXT_END
-from spectrain.kernels.dispatch import run_on_cpu
+from .suffixes import TEXT_END
 
 
 class MergedCopies(NamedTuple):
@@ -27,16 +26,6 @@ class MergedCopies(NamedTuple):
     lengths: np.ndarray
     counts: np.ndarray  # [E] continuations of the source that contain the node
     shares: np.ndarray  # [E] float64: the weight of the node over that of its parent
-
-
-def merge_continuations(
-    lengths: np.ndarray, tokens: np.ndarray, sources: np.ndarray, num_sources: int, min_share: float
-) -> MergedCopies:
-    """Compute `merge_continuations_reference`, by a kernel where one serves."""
-    merged = run_on_cpu("merge_continuations", lengths, tokens, sources, num_sources, min_share)
-    if merged is not None:
-        return MergedCopies(*merged)
-    return merge_continuations_reference(lengths, tokens, sources, num_sources, min_share)
 
 
 def merge_continuations_reference(

@@ -1,0 +1,5 @@
+"""Copied drafts: matches in the text itself and in a store, and how probable their copies are.
+
+This folder imports numpy alone, and its modules import each other by relative names, because an
+export takes them along (`engine_drafter.py`).
+"""
