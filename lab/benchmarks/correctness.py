@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import (
+    append_children,
     counter,
     kv_append,
     kv_commit,
@@ -287,6 +288,32 @@ def emit_case(
     return KernelOutcome(actual, expected, runs_on(device))
 
 
+def children_case(
+    dtype: torch.dtype, device: torch.device, batch: int, frontier: int, width: int, vocab: int
+) -> KernelOutcome:
+    """Append the likeliest children of a level: the same tokens and parents as by a sort in
+    float64, on logits apart enough for any rounding.
+    """
+    order = torch.stack([torch.randperm(vocab) for _ in range(batch * frontier)])
+    logits = torch.zeros(batch * frontier, vocab).scatter_(
+        1, order[:, : 4 * width], torch.arange(4 * width, 0, -1).float().expand(len(order), -1)
+    )
+    logits[:, : vocab // 3] -= 50  # which leaves some parts without a likely token
+    logits = logits.view(batch, frontier, vocab).to(device, dtype)
+    tokens = torch.randint(0, 50, (batch, frontier + 1), device=device)
+    nodes = append_children.Nodes(
+        tokens, tokens - 1, -torch.rand(batch, frontier + 1, device=device)
+    )
+    ids = torch.randperm(vocab, device=device)
+    places = torch.arange(frontier, device=device).expand(batch, -1).contiguous()
+    outputs: list[dict[str, Tensor]] = []
+    for append in (append_children.append_children, append_children.append_children_reference):
+        grown = append(logits, width, ids, places, nodes)
+        outputs.append(grown._asdict())
+    actual, expected = outputs
+    return KernelOutcome(actual, expected, append_children.can_append(device, width))
+
+
 def verify_case(
     dtype: torch.dtype,
     device: torch.device,
@@ -427,6 +454,18 @@ CHECKS: dict[str, KernelCheck] = {
             "B=1 N=256": partial(emit_case, counts=(17,), nodes=256, stops=1),
         },
         {"B=2 N=9": partial(emit_case, counts=(1, 4), nodes=9, stops=2)},
+    ),
+    "append_children": KernelCheck(
+        (append_children,),
+        {
+            "B=1 F=4 K=4, V=32000": partial(
+                children_case, batch=1, frontier=4, width=4, vocab=32000
+            ),
+            "B=8 F=10 K=10, V=128256": partial(
+                children_case, batch=8, frontier=10, width=10, vocab=128256
+            ),
+        },
+        {"B=2 F=3 K=2, V=50": partial(children_case, batch=2, frontier=3, width=2, vocab=50)},
     ),
     "tree_verify": KernelCheck(
         (tree_verify, tree_recursive, sampling_cuts, tree_walks, counter),

@@ -23,14 +23,16 @@ from spectrain.decoding.loop import Request
 from spectrain.decoding.static_rounds import RoundTimer
 
 # Launches of our own operations; one launch where the table has none. Attention splits keys and
-# combines; a verdict chooses and walks; rejection walks, draws and, beside kernels, looks the draft
-# vocabulary up and picks the best part; a commit advances the lengths. Where top-k or top-p cut,
-# candidates take two launches: for a verdict one more than choosing, for rejection two.
+# combines; children of a level are found in parts and merged; a verdict chooses and walks;
+# rejection walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part;
+# a commit advances the lengths. Where top-k or top-p cut, candidates take two launches: for a
+# verdict one more than choosing, for rejection two.
 LAUNCHES = {
     "spectrain::tree_attention": 2,
     "spectrain::tree_match": 2,
     "spectrain::tree_recursive": 7,
     "spectrain::kv_commit": 2,
+    "spectrain::append_children": 2,
 }
 # more where a cut, one of the last two, is given
 CUTTING = {"spectrain::tree_match": 1, "spectrain::tree_recursive": 2}

@@ -131,7 +131,7 @@ class Static(TreeBuilder):
         batch = prefix.root.shape[0]
         device = prefix.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
-        shape_key = tree.log_q.shape[-1], rollout.limit_depth(self.depth), device
+        shape_key = tree.outputs.shape[-1], rollout.limit_depth(self.depth), device
         # built in an uncaptured round: it copies from the host
         if shape_key not in self.levels_by_shape:
             self.levels_by_shape[shape_key] = _plan_levels(self.paths, *shape_key)

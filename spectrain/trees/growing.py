@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import counter
+from spectrain.kernels.append_children import Nodes, append_children, can_append
 from spectrain.kernels.counter import fold_key, gumbel_noise
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.randomness import DRAFT
@@ -123,7 +124,13 @@ class GrowingTree:
         self.rollout_index = torch.zeros_like(self.tokens)
         self.num_rollout_nodes = 1
         self.level_start = 0  # first node of the newest level
-        self.log_q = rollout.start()
+        # Kernels normalise the outputs of the drafter while they look for the likeliest children.
+        self.has_logits = (
+            builder.children == "deterministic"
+            and can_append(root.device)
+            and rollout.request_logits()
+        )
+        self.outputs = rollout.start()  # [B, F, V] log q of the frontier, or its logits
         self.num_levels = self.max_width = 0
         # frontier nodes and the q that their children were drawn from
         self.draft_probs: list[tuple[Tensor, Tensor]] = []
@@ -134,6 +141,11 @@ class GrowingTree:
         """The draws of this round."""
         return ChildDraw.of_round(self.builder, self.prefix)
 
+    @property
+    def log_q(self) -> Tensor:
+        """The log-probabilities [B, F, V] of the tokens below the frontier."""
+        return self.outputs.float().log_softmax(-1) if self.has_logits else self.outputs
+
     def add_children(
         self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None
     ) -> Tensor:
@@ -143,7 +155,7 @@ class GrowingTree:
         counts [F]: how many children a node retains, its first ones, where that is less. Returns
         the scores [B, F * K] of this new level.
         """
-        width = min(width, self.log_q.shape[-1])
+        width = min(width, self.outputs.shape[-1])
         appended = self._append_likeliest(width) if allowed is None else None
         if appended is not None:
             self.num_levels, self.max_width = self.num_levels + 1, max(self.max_width, width)
@@ -171,7 +183,7 @@ class GrowingTree:
         """
         width = (self.tokens.shape[1] - self.level_start) // self.frontier.shape[1]
         nodes = self.level_start + keep
-        self.log_q = self.rollout.extend(
+        self.outputs = self.rollout.extend(
             self.tokens.gather(1, nodes), self.rollout_index.gather(1, keep // width)
         )
         self.frontier = nodes
@@ -221,7 +233,7 @@ class GrowingTree:
         if self.builder.children != "deterministic":
             batch, count = keep.shape
             # the last row takes nodes that are not selected
-            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])
+            q = self.outputs.new_zeros(batch, count + 1, self.outputs.shape[-1])
             rows = torch.arange(batch, device=keep.device)[:, None]
             for nodes, drawn_from in self.draft_probs:
                 indices = renumber.gather(1, nodes)
@@ -240,10 +252,13 @@ class GrowingTree:
         """
         if self.builder.children != "deterministic" or self.rollout.stop_mask is not None:
             return None
-        tree = self.tokens, self.parents, self.scores
+        tree = Nodes(self.tokens, self.parents, self.scores)
         self.frontier = self.frontier.contiguous()
+        draft_ids = self.rollout.draft_ids
+        if can_append(self.tokens.device, width):
+            return append_children(self.outputs, width, draft_ids, self.frontier, tree)
         appended: tuple[Tensor, Tensor, Tensor] | None = run_on_cpu(
-            "append_children", self.log_q, width, self.rollout.draft_ids, self.frontier, tree
+            "append_children", self.log_q, width, draft_ids, self.frontier, tree
         )
         return appended
 

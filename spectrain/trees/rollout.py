@@ -41,6 +41,12 @@ class Rollout(ABC):
         Parents count nodes in the order in which they were passed; the root is 0.
         """
 
+    def request_logits(self) -> bool:
+        """Let `start` and `extend` return logits in place of log-probabilities, for a tree that
+        normalises them itself; return whether they will.
+        """
+        return False
+
     def limit_depth(self, depth: int) -> int:
         """Return the depth to draft: this one, or the drafter's limit where that is less."""
         return depth if self.depth_limit is None else min(depth, self.depth_limit)

@@ -20,6 +20,7 @@ from triton.runtime.driver import driver
 
 from lab.benchmarks.attention import random_tree
 from spectrain.kernels import (
+    append_children,
     kv_append,
     kv_commit,
     round_log,
@@ -158,6 +159,20 @@ def launch_emit(batch: int, nodes: int, steps: int) -> None:
     )
 
 
+def launch_children(dtype: torch.dtype, vocab: int) -> None:
+    for width, ids in ((1, None), (10, torch.arange(vocab))):
+        nodes = torch.zeros(2, 11, dtype=torch.int64)
+        append_children._launch_append_children(
+            torch.zeros(2, 10, vocab, dtype=dtype),
+            width,
+            ids,
+            nodes[:, :10].contiguous(),
+            nodes,
+            nodes,
+            torch.zeros(2, 11),
+        )
+
+
 def launch_loss(dtype: torch.dtype, vocab: int) -> None:
     product = torch.zeros(4, vocab, dtype=dtype)
     weight = torch.ones(4)
@@ -192,6 +207,7 @@ def main() -> None:
         launch_verify(dtype, 128256)
         launch_commits(dtype)
         launch_loss(dtype, 128256)
+        launch_children(dtype, 32000)
     for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
         launch_emit(*sizes)
     print(json.dumps({"launches": launches, "spilled": spilled}))

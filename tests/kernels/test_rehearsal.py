@@ -24,6 +24,8 @@ KERNELS = {
     "_row_kl_kernel",
     "_row_best_kernel",
     "_emit_kernel",
+    "_likeliest_kernel",
+    "_append_children_kernel",
     "_log_kernel",
 }
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from spectrain.models.fast.merged_linears import merge_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
+from spectrain.trees.growing import GrowingTree
+from spectrain.trees.rollout import Rollout
 from tests.installed import load_cases
 from tests.targets import cut_tiny
 
@@ -111,6 +114,45 @@ def test_launches_do_not_depend_on_the_batch() -> None:
             for b in (1, 8)
         )
         assert all(single[part] <= eight[part] <= single[part] + 4 for part in single)
+
+
+class LogitsRollout(Rollout):
+    """A rollout whose drafter has computed these logits [B, F, V]."""
+
+    gives_logits = False
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self.draft_ids = torch.zeros(logits.shape[-1], dtype=torch.int64, device=logits.device)
+
+    def request_logits(self) -> bool:
+        self.gives_logits = True
+        return True
+
+    def start(self) -> Tensor:
+        return self.logits if self.gives_logits else self.logits.float().log_softmax(-1)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.start()
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_end_of_a_level_takes_two_launches(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The children of a level are two launches; without the kernels it is torch's top-k, which
+    takes more than a dozen where a row is long and counts as one here, and seven others."""
+    counts = []
+    for mode in ("triton", "reference"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", mode)
+        root = torch.zeros(1, dtype=torch.int64, device="meta")
+        logits = torch.zeros(1, 1, 32000, dtype=torch.bfloat16, device="meta")
+        tree = GrowingTree(Chain(3), SimpleNamespace(root=root), LogitsRollout(logits))  # type: ignore[arg-type]
+        with LaunchCounter() as counter:
+            # A rollout that normalises does so as part of the level.
+            tree.outputs = tree.rollout.start()
+            tree.add_children(width)
+        counts.append(counter.launches.total())
+    by_kernels, by_torch = counts
+    assert by_kernels == 2 and by_torch >= 8
 
 
 @pytest.mark.parametrize(

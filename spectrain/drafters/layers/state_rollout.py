@@ -28,6 +28,9 @@ class StateDrafter(Protocol):
     ) -> Tensor:
         """Run new nodes, append them to the cache, and return their states [B, F, D]."""
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [B, F, V] from states [B, F, D], which may be of half precision."""
+
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q [B, F, V] from states [B, F, D]."""
 
@@ -43,9 +46,14 @@ class StateRollout(Rollout):
         self.drafter, self.cache, self.draft_ids = drafter, cache, draft_ids
         self.hidden = root  # [B, N, D]
         self.branches = BranchVisibility(len(root), root.device)
+        self.gives_logits = False
+
+    def request_logits(self) -> bool:
+        self.gives_logits = True
+        return True
 
     def start(self) -> Tensor:
-        return self.drafter.log_q(self.hidden)
+        return self._outputs_after(self.hidden)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
@@ -53,4 +61,8 @@ class StateRollout(Rollout):
         positions = self.cache.lengths[:, None] - 1 + depth
         output = self.drafter.run(tokens, hidden, positions, self.cache, visible)
         self.hidden = torch.cat([self.hidden, output], dim=1)
-        return self.drafter.log_q(output)
+        return self._outputs_after(output)
+
+    def _outputs_after(self, hidden: Tensor) -> Tensor:
+        """Return log q [B, F, V] from states [B, F, D], or logits where these were requested."""
+        return self.drafter.logits(hidden) if self.gives_logits else self.drafter.log_q(hidden)

@@ -160,9 +160,14 @@ class MixtureOfAttentions(SharedHeadDrafter):
         x = x + self.cross_attention.project_output(attended)
         return self.norm(x + self.mlp(self.mlp_norm(x)))
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [B, F, V] from states [B, F, D]."""
+        logits: Tensor = self.lm_head(project_down(self.lm_down, hidden))
+        return logits
+
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.lm_head(project_down(self.lm_down, hidden)).float().log_softmax(-1)
+        return self.logits(hidden).float().log_softmax(-1)
 
     # Training
 
