@@ -238,6 +238,34 @@ def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
     return network.eval()
 
 
+def load_block_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
+    """Return the causal LM of a GGUF file whose large weights stay in their blocks in memory; the
+    others have a type. A UserError says where no installed package multiplies blocks here.
+    """
+    from .gguf_header import read_gguf_header
+    from .gguf_weights import (
+        build_empty_network,
+        has_block_kernel,
+        is_read_here,
+        load_block_weights,
+    )
+
+    header = read_gguf_header(gguf)
+    network = build_empty_network(AutoConfig.from_pretrained(convert_gguf(gguf, None)), dtype)
+    if not is_read_here(header, network):
+        raise UserError(
+            f"{key}=gguf: the weights of {gguf.name} are not the tensors of its file one by one; "
+            "leave it out"
+        )
+    if not any(map(has_block_kernel, header.tensors)):
+        raise UserError(
+            f"{key}=gguf: no installed package multiplies the blocks of {gguf.name} on this "
+            "processor; leave it out"
+        )
+    load_block_weights(header, network, dtype, "target.model")
+    return network.eval()
+
+
 def load_by_transformers(header: GgufHeader, dtype: torch.dtype, key: str) -> Any:
     """Return the causal LM of a file that transformers reads, dequantized to a type."""
     options: dict[str, Any] = {"gguf_file": header.path.name, "dtype": dtype}

@@ -104,7 +104,7 @@ def roofline_seconds(module: nn.Module, rows: float, limits: DeviceLimits) -> fl
     size = products = 0.0
     for weight in forward_weights(module):
         share = experts.get(id(weight), 1.0)
-        size += weight.numel() * weight.element_size() * (1 - (1 - share) ** rows)
+        size += weight.nbytes * (1 - (1 - share) ** rows)
         products += 2 * rows * share * weight.numel()
     return max(size / limits.bandwidth, products / limits.flops)
 

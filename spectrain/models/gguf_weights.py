@@ -7,6 +7,7 @@ another order, one tensor.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections import deque
@@ -30,8 +31,10 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from spectrain.errors import UserError
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.output.count_progress import CountProgress
 
+from .block_weights import BlockStore, BlockWeight
 from .gguf_blocks import dequantize
 from .gguf_header import GgufHeader, StoredTensor
 from .pretrained import ADVICE, describe_missing
@@ -141,12 +144,14 @@ def iterate_weights(
     A UserError that begins with `key`, as in target.model, names a weight that the file lacks, or
     has in another shape.
     """
+    stored = match_tensors(header, network, key)
+    yield from read_weights(header, network, stored, dtype)
+
+
+def match_tensors(header: GgufHeader, network: Any, key: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by the names that its weights have in a network."""
     shapes = {name: weight.shape for name, weight in network.named_parameters()}
-    architecture = header.read_text("general.architecture")
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(
-        config=network.config.to_dict()
-    )
-    names = map_names(architecture, network)
+    names = map_names(header.read_text("general.architecture"), network)
     stored = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
     missing = [name for name in shapes if name not in stored]
     if missing:
@@ -157,13 +162,27 @@ def iterate_weights(
                 f"{key}={header.path}: {name} has the shape {[*tensor.shape]} in it and "
                 f"{[*shapes[name]]} by its keys; {ADVICE}"
             )
+    return {name: tensor for name, tensor in stored.items() if name in shapes}
+
+
+def find_processor(header: GgufHeader, network: Any) -> Any:
+    """Return what transformers does to the values of a file's tensors."""
+    architecture = header.read_text("general.architecture")
+    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return kind(config=network.config.to_dict())
+
+
+def read_weights(
+    header: GgufHeader, network: Any, stored: dict[str, StoredTensor], dtype: torch.dtype
+) -> Iterator[WeightPiece]:
+    """Yield the values of tensors, by the names of their weights, in pieces."""
+    processor = find_processor(header, network)
     parts = [
         (name, part)
         for name, tensor in stored.items()
-        if name in shapes
         for part in list_parts(tensor, in_pieces=type(processor) is TensorProcessor)
     ]
-    total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+    total = sum(math.prod(tensor.shape) for tensor in stored.values()) * dtype.itemsize
 
     with (
         header.path.open("rb") as file,
@@ -178,6 +197,82 @@ def iterate_weights(
         for piece in run_ahead(read, parts):
             yield piece
             progress.advance(piece.values.nbytes)
+
+
+def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key: str) -> None:
+    """Give an empty network the weights of a file: those that an installed package multiplies as
+    they are stay in their blocks, and the others have a type.
+    """
+    stored = match_tensors(header, network, key)
+    processor = find_processor(header, network)
+    total = sum(tensor.num_bytes for tensor in stored.values())
+
+    with (
+        header.path.open("rb") as file,
+        CountProgress(f"reading {header.path.name}", total) as progress,
+    ):
+
+        def read(name: str) -> nn.Parameter | None:
+            store = read_blocks(file.fileno(), stored[name], processor)
+            if store is None:
+                return None
+            return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
+
+        weights = {}
+        for name, weight in zip(stored, run_ahead(read, list(stored))):
+            if weight is not None:
+                weights[name] = weight
+            progress.advance(stored[name].num_bytes)
+    others = {name: tensor for name, tensor in stored.items() if name not in weights}
+    for name, tensor in others.items():
+        weights[name] = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=False)
+    for piece in read_weights(header, network, others, dtype):
+        end = piece.start + piece.values.numel()
+        weights[piece.name].view(-1)[piece.start : end] = piece.values
+    network.load_state_dict(weights, strict=False, assign=True)
+    network.tie_weights()
+
+
+def read_blocks(file: int, tensor: StoredTensor, processor: Any) -> BlockStore | None:
+    """Return the blocks of a tensor in the order of the model, as an installed package multiplies
+    them; None where none does.
+    """
+    if len(tensor.shape) != 2:
+        return None
+    outputs, width = tensor.shape
+    store: BlockStore | None = run_on_cpu("allocate_blocks", outputs, width, tensor.tensor_type)
+    if store is None:
+        return None
+    row_bytes = tensor.num_bytes // outputs
+    is_moved = type(processor) is not TensorProcessor
+    # What is moved is moved within a tensor.
+    step = outputs if is_moved else max(1, PIECE_VALUES // width // 16) * 16
+    for first in range(0, outputs, step):
+        size = min(step, outputs - first) * row_bytes
+        content = bytearray(os.pread(file, size, tensor.start + first * row_bytes))
+        rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row_bytes)
+        store.store_rows(first, move_rows(rows, tensor, processor) if is_moved else rows)
+    return store
+
+
+def move_rows(rows: Tensor, tensor: StoredTensor, processor: Any) -> Tensor:
+    """Return rows in the order of the model: what a processor does to a matrix is to move rows."""
+    numbers = torch.arange(len(rows), dtype=torch.float64)[:, None].numpy()
+    moved = processor.process(weights=numbers, name=tensor.name).weights
+    return rows[torch.from_numpy(moved).flatten().long()]
+
+
+def has_block_kernel(tensor: StoredTensor) -> bool:
+    """Return whether an installed package multiplies a tensor in the blocks of its file."""
+    return count_block_bytes(tensor) is not None
+
+
+def count_block_bytes(tensor: StoredTensor) -> int | None:
+    """Return the bytes of memory of a tensor in blocks; None where it is made dense."""
+    if len(tensor.shape) != 2:
+        return None
+    num_bytes: int | None = run_on_cpu("block_bytes", *tensor.shape, tensor.tensor_type)
+    return num_bytes
 
 
 @dataclass(frozen=True)

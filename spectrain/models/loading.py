@@ -5,6 +5,7 @@ model of this project.
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from .bundled import (
     convert_gguf,
     convert_smollm2,
     converted_directory,
+    load_block_network,
     load_tiny_tokenizer,
 )
 from .check import check_exact, check_vision
@@ -45,6 +47,11 @@ from .model_sizes import check_model_directory
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
+
+NetworkLoader = Callable[..., Any]
+"""Makes a model from a name, its configuration, a device, a sharding and options; not a user
+setting.
+"""
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
@@ -67,13 +74,42 @@ def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
     return value
 
 
-def prepare_gguf(gguf: Path, device: str, dtype: str, with_weights: bool) -> Path:
+def prepare_gguf(
+    model: str,
+    path: Path,
+    device: str,
+    dtype: str,
+    quantization: Quantization | None,
+    network: NetworkLoader,
+) -> tuple[str, Path, NetworkLoader]:
+    """Return the directory of a GGUF model in transformers format, as a text and as a path, and
+    what makes its network: `network`, which reads the weights of the directory, or one that keeps
+    the file's blocks. What is no GGUF file stays as it is.
+    """
+    if path.suffix != ".gguf":
+        if quantization == "gguf":
+            raise UserError(
+                f"target.quantization=gguf: {model} is no .gguf file; leave it out, or name the "
+                "file"
+            )
+        return model, path, network
+    reads_weights = network is load_network
+    if quantization == "gguf":
+        check_blocks(device)
+        network = partial(read_block_network if reads_weights else plan_block_network, path)
+        directory = convert_gguf(path, None)
+    elif reads_weights:
+        directory = prepare_dense_weights(path, device, dtype)
+    else:
+        directory = convert_gguf(path, None)
+    return str(directory), directory, network
+
+
+def prepare_dense_weights(gguf: Path, device: str, dtype: str) -> Path:
     """Return the directory of a GGUF model in transformers format, with its weights in the type
     that `dtype` names; the first call writes it.
     """
     settings = convert_gguf(gguf, None)
-    if not with_weights:
-        return settings
     with explain_load_failure(str(gguf)):
         weight_dtype = resolve_dtype(device, AutoConfig.from_pretrained(settings), dtype)
     # Only GGUF files need its library.
@@ -131,18 +167,46 @@ def check_device(device: str) -> None:
         raise UserError(f"target.device={device}: this machine has {has}; use cpu, or leave it out")
 
 
-NetworkLoader = Callable[..., Any]
-"""Makes a model from a name, its configuration, a device, a sharding and options; not a user
-setting.
-"""
-
-
 def build_meta_network(
     model: str, config: Any, place: str, sharding: Sharding, **options: Any
 ) -> Any:
     """Build the model of a configuration without weights, for planning."""
     with torch.device("meta"):
         return select_auto_class(config).from_config(config, **options)
+
+
+def check_blocks(device: str) -> None:
+    """Raise UserError where weights cannot stay in the blocks of a GGUF file."""
+    if torch.device(device).type != "cpu":
+        raise UserError(
+            f"target.quantization=gguf: blocks are multiplied on a CPU, and the target is on "
+            f"{device}; leave it out, or use target.device=cpu"
+        )
+
+
+def read_block_network(gguf: Path, *place: Any, **options: Any) -> Any:
+    """Return the model of a GGUF file, whose weights stay in their blocks, with the arguments of a
+    network loader.
+    """
+    check_memory(str(gguf), gguf.stat().st_size)
+    network = load_block_network(gguf, "target.quantization", options["dtype"])
+    network.config._attn_implementation = options["attn_implementation"]
+    return network
+
+
+def plan_block_network(gguf: Path, *place: Any, **options: Any) -> Any:
+    """Build the model of a GGUF file without weights, for planning, whose parameters say how many
+    bytes their blocks take.
+    """
+    from .gguf_header import read_gguf_header
+    from .gguf_weights import count_block_bytes, match_tensors
+
+    network = build_meta_network(*place, **options)
+    parameters = dict(network.named_parameters())
+    stored = match_tensors(read_gguf_header(gguf), network, "target.model")
+    for name, tensor in stored.items():
+        parameters[name].block_bytes = count_block_bytes(tensor)
+    return network
 
 
 def load_hf(
@@ -163,8 +227,9 @@ def load_hf(
     # tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
-    # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); null
-    # loads them as they are stored.
+    # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); gguf
+    # keeps those of a .gguf file in its blocks, on a CPU; null loads dense weights, or those of a
+    # checkpoint as they are stored.
     quantization: Quantization | None = None,
     # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
     chat_template: str | None = None,
@@ -190,8 +255,8 @@ def load_hf(
     path = Path(locate_model(model, "target.model")).expanduser()
     if path.suffix == ".gguf":
         name = name or (model if model in MODELS else path.stem)
-        model = str(path := prepare_gguf(path, device, dtype, reads_weights))
-    check_path(model, path, reads_weights)
+    model, path, network = prepare_gguf(model, path, device, dtype, quantization, network)
+    check_path(model, path, reads_weights and quantization != "gguf")
     if parts == "head":
         check_head_settings(sharding, quantization)
         network = build_empty_network if reads_weights else network
@@ -215,7 +280,7 @@ def load_hf(
             "dtype": weight_dtype,
             **hub,
         }
-        if reads_weights and parts == "all":
+        if reads_weights and parts == "all" and quantization != "gguf":
             options |= quantization_options(model, config, quantization, weight_dtype, device)
         with suggest_package(model, config, quantization):
             built = _build_network(network, model, config, device, sharding, options)

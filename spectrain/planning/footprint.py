@@ -290,6 +290,9 @@ def packed_bytes(target: Target, trained: set[int]) -> int:
         weights = [linear.weight for linear in linears if id(linear.weight) not in trained]
         if len(weights) < len(linears):
             continue
+        # Weights in the blocks of a GGUF file are multiplied where they are.
+        if any(getattr(weight, "block_bytes", None) is not None for weight in weights):
+            continue
         outputs = sum(len(weight) for weight in weights)
         shape = weights[0].dtype, outputs, weights[0].shape[1]
         has_panels = torch.get_num_threads() <= MAX_PANEL_THREADS

@@ -292,6 +292,10 @@ def list_weight_notes(models: Models) -> list[str]:
         return [
             f"the target's weights are quantized ({name}) and are dequantized when they are loaded"
         ]
+    if name == "gguf":
+        return [
+            "the target's weights are counted in the blocks of their file, and its others dense"
+        ]
     if name not in FORMATS:
         return [
             f"the target's weights are quantized ({name}); they are counted as "
@@ -309,7 +313,8 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     """
     files = TargetFiles.from_settings(spec.target.node, with_weights=False)
     converted = files.converted_directory
-    if converted is None or (converted / "config.json").exists():
+    keeps_blocks = spec.target.get("quantization") == "gguf"
+    if converted is None or keeps_blocks or (converted / "config.json").exists():
         return []
     dtype = files.weight_dtype
     size = dtype.itemsize * count_parameters(models)["target"]

@@ -78,10 +78,18 @@ def count_weight_bytes(
     )
     bits = 0 if stored is None else stored.bits
     sizes = {
-        id(p): p.numel() * (bits / 8 if id(p) in quantized else p.element_size())
+        id(p): p.numel() * bits / 8 if id(p) in quantized else count_stored_bytes(p)
         for p in parameters
     }
     return int(sum(sizes.values()))
+
+
+def count_stored_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a dense parameter, or those of one that stays in the blocks of a GGUF
+    file.
+    """
+    num_bytes: int | None = getattr(parameter, "block_bytes", None)
+    return parameter.numel() * parameter.element_size() if num_bytes is None else num_bytes
 
 
 def find_quantized_weights(target: Target, stored: WeightFormat) -> Iterator[Tensor]:

@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
@@ -53,6 +57,73 @@ def test_the_small_one_drafts_for_the_large_one(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 of 1" in done.stdout
+
+
+BLOCKS = """
+import resource, sys
+from spectrain.models.block_weights import BlockWeight
+from spectrain.models.loading import load_hf
+target = load_hf(sys.argv[1], quantization="gguf")
+assert all(isinstance(w, BlockWeight) for w in target.model.parameters() if w.dim() > 1)
+size = sum(weight.nbytes for weight in target.model.parameters())
+print(size, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+PROMPTS = [
+    f"Write a Python {kind} that {task}."
+    for kind in ("function", "class", "script")
+    for task in (
+        "reverses a string",
+        "counts words in a file",
+        "merges two sorted lists",
+        "parses a date",
+        "finds the shortest path in a graph",
+        "removes duplicates from a list",
+        "computes the standard deviation",
+        "validates an e-mail address",
+    )
+]
+NUM_TOKENS = 24
+# Logits of float32 after rounded inputs; those of bfloat16 layers are a tenth apart.
+NEAR_TIES = {"float32": 0.02, "bfloat16": 0.5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_its_blocks_takes_the_memory_of_its_file(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS, name], capture_output=True, text=True, check=True
+    )
+    size, peak = map(int, done.stdout.split()[-2:])
+    assert size < 1.03 * MODELS[name].num_bytes
+    assert peak < MAX_MEMORY_RATIO * size + 500e6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_of_blocks_are_those_of_the_dequantised_weights(dtype: str) -> None:
+    """Every token that is decoded with blocks is the best one of the dequantised weights in
+    float32, or nearly tied with it; those are shown.
+    """
+    blocks = load_hf(SMALL, dtype=dtype, quantization="gguf")
+    blocks.pack_weights()
+    dense = load_hf(SMALL, dtype="float32")
+    dense.pack_weights()
+    num_tied = 0
+    for number, text in enumerate(PROMPTS):
+        prompt = blocks.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        output = decode(blocks, [list(prompt)], Greedy(), NUM_TOKENS)[0].output
+        tokens = torch.tensor([[*prompt, *output]])
+        with torch.inference_mode():
+            logits = dense.model(tokens).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None]).flatten()
+        gaps = logits.max(dim=1).values - chosen
+        num_tied += int((gaps > 0).any())
+        for position in gaps.nonzero().flatten().tolist():
+            print(
+                f"{dtype}, prompt {number}, token {position}: {gaps[position]:.4f} below the best"
+            )
+        assert gaps.max() < NEAR_TIES[dtype]
+    print(f"{dtype}: {len(PROMPTS) - num_tied} of {len(PROMPTS)} texts have no other token")
 
 
 def test_the_target_writes_a_program() -> None:

@@ -54,6 +54,11 @@ def has_panel_kernels(dtype: torch.dtype) -> bool:
     return is_supported and has_cpu_kernels(dtype, torch.device("cpu"))
 
 
+def has_block_kernels() -> bool:
+    """Return whether products with the quantised blocks of GGUF files can run."""
+    return torch.cpu._is_avx2_supported() and has_cpu_kernels(torch.bfloat16, torch.device("cpu"))
+
+
 def has_drafting_kernels() -> bool:
     """Return whether drafters with 8-bit weights can run by compiled kernels."""
     return torch.cpu._is_vnni_supported() and has_cpu_kernels(torch.bfloat16, torch.device("cpu"))

@@ -110,7 +110,7 @@ def _find_kernel_blocker(layer: Any) -> str | None:
         return f"it is wider than {MAX_WIDTH}, or its heads are no multiple of {HEAD_STEP}"
     if mlp.gate_proj.out_features % VECTOR_WIDTHS[weight.dtype]:
         return f"its inner width is no multiple of {VECTOR_WIDTHS[weight.dtype]}"
-    if any(PackedProduct.is_paired(linear.in_features, weight.dtype) for linear in linears):
+    if any(PackedProduct.is_paired(linear.weight) for linear in linears):
         return "a single row has other bits than several on this machine"
     if not (isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"):
         return "its activation is not SiLU"

@@ -41,9 +41,7 @@ class NodeBuffers:
         num_rows = hidden.shape[1]
         size = layer.head_size
         num_texts, num_nodes, num_appended = visibility.tree.shape
-        self.copies = (
-            2 if num_rows == 1 and PackedProduct.is_paired(layer.inner_width, hidden.dtype) else 1
-        )
+        self.copies = 2 if num_rows == 1 and layer.has_paired_rows else 1
         self.normed, self.first_sum, self.second_sum = (torch.empty_like(hidden) for _ in range(3))
         self.attended = hidden.new_empty(1, num_rows, layer.num_heads * size)
         self.inner = hidden.new_empty(1, num_rows * self.copies, layer.inner_width)
@@ -99,6 +97,7 @@ class LayerKernels:
         self.scale = attention.scaling
         self.num_heads, self.num_key_heads = (size // self.head_size for size in qkv.sizes[:2])
         self.inner_width = mlp.gate_proj.out_features
+        self.has_paired_rows = PackedProduct.is_paired(mlp.down_proj.weight)
         self.eps = norms[0].variance_epsilon
         self.norm_weights = [norm.weight for norm in norms]
         # Norms of queries and keys, as in Qwen3.

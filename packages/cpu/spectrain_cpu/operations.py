@@ -14,8 +14,10 @@ from typing import Any
 from .available import are_kernels_loaded
 
 AT_ONCE = {
+    "allocate_blocks": "packed_product:allocate_blocks",
     "attend_cached": "attention:attend_if_served",
     "attend_token": "attention:attend_token_if_served",
+    "block_bytes": "packed_product:count_block_bytes",
     "causal_attention": "causal:find_text_kernels",
     "choose_by_noise": "sampling:choose_if_served",
     "loss": "losses:find_loss_kernels",

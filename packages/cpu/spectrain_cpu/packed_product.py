@@ -4,6 +4,7 @@ products whose weights stay as they are. Shapes: N rows, D input, O output width
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels.onednn import linear_pointwise
+from spectrain.models.block_weights import BlockWeight
 from spectrain.models.fast import is_large_weight
 from spectrain.models.fast.batch_invariance import CONSISTENT_ROWS, is_batch_invariant
 from spectrain.models.fast.packed_linears import PackedWeights
 
-from .available import has_panel_kernels
+from .available import has_block_kernels, has_panel_kernels
 
 MAX_PLANNED_OUTPUTS = 4_096
 """Outputs on which a plan tries panels: a trial of 151,936 outputs of width 4,096 takes 3 seconds
@@ -26,7 +28,9 @@ of a processor, one of 4,096 takes 0.1.
 def pack_panels(*weights: Tensor) -> Any:
     """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
     bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
-    None where they do not serve."""
+    None where they do not serve. Weights in the blocks of a GGUF file are multiplied there."""
+    if isinstance(weights[0], BlockWeight):
+        return join_blocks(weights)
     outputs = sum(map(len, weights))
     chunk = find_panel_chunk(weights[0].dtype, outputs, weights[0].shape[1])
     if chunk is None:
@@ -34,6 +38,43 @@ def pack_panels(*weights: Tensor) -> Any:
     from .linear import WeightPanels
 
     return WeightPanels(weights[0] if len(weights) == 1 else torch.cat(weights), chunk)
+
+
+def join_blocks(weights: Sequence[Tensor]) -> Any:
+    """Return the product with weights in blocks, below each other; None where one is in no
+    blocks, or there are no kernels for them.
+    """
+    stores = [weight.store for weight in weights if isinstance(weight, BlockWeight)]
+    if len(stores) < len(weights) or not has_block_kernels():
+        return None
+    from .block_products import BlockPanels, BlockProduct
+
+    panels = [store for store in stores if isinstance(store, BlockPanels)]
+    return BlockProduct(panels) if len(panels) == len(stores) else None
+
+
+def allocate_blocks(outputs: int, width: int, tensor_type: Any) -> Any:
+    """Return a store of weights [O, K] in the blocks of a GGUF file, without values; None where
+    there are no kernels for this type, this width or this machine.
+    """
+    if count_block_bytes(outputs, width, tensor_type) is None:
+        return None
+    from .block_products import BlockPanels
+
+    return BlockPanels.allocate(outputs, width, tensor_type)
+
+
+def count_block_bytes(outputs: int, width: int, tensor_type: Any) -> int | None:
+    """Return the bytes of memory of weights [O, K] that stay in blocks; None where
+    `allocate_blocks` returns None.
+    """
+    if not has_block_kernels():
+        return None
+    from .block_formats import COLUMNS, FORMATS
+
+    if tensor_type not in FORMATS or outputs % COLUMNS:
+        return None
+    return outputs // COLUMNS * FORMATS[tensor_type].panel_bytes(width)
 
 
 def count_panel_bytes(dtype: torch.dtype, outputs: int, width: int) -> int | None:
@@ -98,11 +139,12 @@ class PackedProduct:
         return all(weights.packed_dtype == linear.weight.dtype for weights in packed)
 
     @staticmethod
-    def is_paired(width: int, dtype: torch.dtype) -> bool:
-        """Return whether a single row of this width has to be multiplied with a copy of itself
-        (`multiply_paired`).
+    def is_paired(weight: Tensor) -> bool:
+        """Return whether a single row has to be multiplied with weights [O, K] with a copy of
+        itself (`multiply_paired`).
         """
-        return dtype == torch.bfloat16 and not is_batch_invariant(width, 1)
+        is_half = weight.dtype == torch.bfloat16 and not isinstance(weight, BlockWeight)
+        return is_half and not is_batch_invariant(weight.shape[1], 1)
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""

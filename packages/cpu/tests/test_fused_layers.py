@@ -193,12 +193,9 @@ def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
     first = find_forward()
     has_kernels = has_cpu_kernels(target.dtype, target.device) and norm_lanes() is not None
     layer: Any = target.layers[0]
-    widths = {
-        linear.in_features
-        for linear in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj)
-    }
+    linears = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj
     # On some processors a single row of some widths has other bits than several.
-    is_paired = any(PackedProduct.is_paired(width, target.dtype) for width in widths)
+    is_paired = any(PackedProduct.is_paired(linear.weight) for linear in linears)
     assert (first is not None) == (target.name in COMPILED and has_kernels and not is_paired)
     if first is None:
         return

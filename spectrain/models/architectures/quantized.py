@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.models.block_weights import has_block_weights
 
-Quantization = Literal["8bit", "4bit", "int8"]
-"""The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or torchao as
-8-bit integers, which are multiplied in the type of the model."""
+Quantization = Literal["8bit", "4bit", "int8", "gguf"]
+"""The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), torchao as
+8-bit integers, which are multiplied in the type of the model, or the blocks of a GGUF file."""
 
 METHOD_PACKAGES = {
     "gptq": "optimum gptqmodel",
@@ -157,7 +158,7 @@ def cast_dequantized(network: Any, dtype: torch.dtype) -> None:
 def required_package(config: Any, quantization: Quantization | None) -> str | None:
     """Return the package that the weights of a model need; None where they need none."""
     method = (
-        QUANTIZERS[quantization][0] if quantization is not None else quantization_method(config)
+        QUANTIZERS[quantization][0] if quantization in QUANTIZERS else quantization_method(config)
     )
     return None if method is None else METHOD_PACKAGES.get(method, method)
 
@@ -191,6 +192,11 @@ def dequantize_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
 
 def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
     """Raise UserError where quantized weights cannot be trained."""
+    if has_block_weights(model):
+        raise UserError(
+            f"target {name}: its weights stay in the blocks of a GGUF file and cannot be trained; "
+            "leave out target.quantization=gguf"
+        )
     if not is_quantized(model):
         return
     method = quantization_method(model.config)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
+from spectrain.models.block_weights import BlockWeight
 from spectrain.models.forward_override import set_forward
 from spectrain.models.weight_block import BlockLinear
 
@@ -159,6 +160,11 @@ class PackedWeights:
         panels = self.panels or None
         return panels is not None and panels.serve_many_rows and not panels.is_enabled
 
+    @property
+    def _are_blocks(self) -> bool:
+        """Whether weights stay in the blocks of a GGUF file, of which panels are no copies."""
+        return isinstance(self.linears[0].weight, BlockWeight)
+
     def _stack_weights(self) -> Tensor:
         weights = [linear.weight.detach() for linear in self.linears]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -203,11 +209,11 @@ class PackedWeights:
         self.packed_int8 = None
         self.panels = None
         # At once, so that no step that is timed makes them.
-        if torch.get_num_threads() <= MAX_PANEL_THREADS:
+        if torch.get_num_threads() <= MAX_PANEL_THREADS or self._are_blocks:
             self.panels = self._make_panels() or False
         first = self.linears[0].weight
         # What is multiplied by them alone; a new tensor shows that they were packed anew.
-        self.packed = first.detach().new_empty(0, first.shape[1])
+        self.packed = torch.empty(0, first.shape[1], dtype=first.dtype, device=first.device)
         if self.panels and self.panels.serve_many_rows:
             return
         weight = self._stack_weights()

@@ -1,0 +1,194 @@
+"""Weights that stay in the quantised blocks of a GGUF file: what reads them reads their values, and
+decoding is that of the dequantised weights.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.errors import UserError
+from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.models.architectures.quantized import refuse_training
+from spectrain.models.block_weights import BlockWeight, has_block_weights
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.fast import speed_up_linears
+from spectrain.models.fingerprint import hash_target
+from spectrain.models.loading import build_meta_network, load_hf
+from spectrain.models.reference_model import generate, reference_model
+from spectrain.models.target import Target
+from spectrain.planning.weights import count_weight_bytes
+from tests.models.checkpoints import save_gguf_file
+
+
+class DenseStore:
+    """Stands for the store of a package: float32 values."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.content = values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.content.shape[0], self.content.shape[1]
+
+    def store_rows(self, first: int, content: Tensor) -> None:
+        raise NotImplementedError
+
+    def values(self, rows: Tensor) -> Tensor:
+        return self.content[rows]
+
+    def all_values(self, dtype: torch.dtype) -> Tensor:
+        return self.content.to(dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.content, bias)
+
+
+@pytest.fixture
+def values() -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def weight(values: Tensor) -> nn.Parameter:
+    block_weight = BlockWeight(DenseStore(values), torch.float32)
+    return nn.Parameter(block_weight, requires_grad=False)
+
+
+READERS: dict[str, Any] = {
+    "embedding": lambda w: F.embedding(torch.tensor([[3, 0], [11, 3]]), w),
+    "rows": lambda w: w[torch.tensor([5, 1])],
+    "marked rows": lambda w: w[torch.arange(12) % 3 == 0],
+    "row": lambda w: w[-1],
+    "first rows": lambda w: w[:7],
+    "last rows": lambda w: w[-2:],
+    "columns": lambda w: w[:, 2:4],
+    "chosen rows": lambda w: w.index_select(0, torch.tensor([2])),
+    "type": lambda w: w.double(),
+    "transposed": lambda w: torch.ones(2, 12) @ w,
+    "linear": lambda w: F.linear(torch.ones(3, 8), w),
+    "joined": lambda w: torch.cat([w, w]),
+    "split": lambda w: w.split(5)[1],
+    "norm": lambda w: w.norm(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_a_weight_reads_its_values(name: str, weight: nn.Parameter, values: Tensor) -> None:
+    assert isinstance(weight, BlockWeight)
+    read = READERS[name](weight)
+    assert type(read) is Tensor
+    assert torch.equal(read, READERS[name](values))
+
+
+def test_a_weight_is_frozen(weight: nn.Parameter) -> None:
+    assert deepcopy(weight) is weight
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        weight.zero_()
+    x = torch.ones(2, 8, requires_grad=True)
+    F.linear(x, weight).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 8))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gguf_file(tmp_path_factory.mktemp("gguf"))[0]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+needs_kernels = pytest.mark.skipif(
+    run_on_cpu("block_bytes", 16, 32, 8) is None, reason="no package multiplies blocks here"
+)
+
+
+def load_both(gguf_file: Path, dtype: str) -> tuple[Target, Target]:
+    """Load the file with weights in blocks, and with dense ones."""
+    blocks = load_hf(str(gguf_file), dtype=dtype, quantization="gguf")
+    dense = load_hf(str(gguf_file), dtype=dtype)
+    for target in (blocks, dense):
+        speed_up_linears(target.model)
+    return blocks, dense
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_in_blocks_is_the_dequantised_target(gguf_file: Path, dtype: str) -> None:
+    blocks, dense = load_both(gguf_file, dtype)
+    assert has_block_weights(blocks.model) and not has_block_weights(dense.model)
+    named = dict(dense.model.named_parameters())
+    for name, weight in blocks.model.named_parameters():
+        assert torch.equal(weight.to(weight.dtype, copy=True), named[name]), name
+    assert hash_target(blocks) == hash_target(dense)
+    tokens = torch.randint(0, blocks.head.vocab_size, (2, 40))
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    with torch.inference_mode():
+        logits, expected = (target.model(tokens).logits for target in (blocks, dense))
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_are_those_of_generate(gguf_file: Path, dtype: str) -> None:
+    """In float32 those of the dequantised weights, and in each type those of the same blocks."""
+    blocks, dense = load_both(gguf_file, dtype)
+    prompts = [[5, 9, 2, 7], [11, 3], [8] * 40]
+    for prompt in prompts:
+        text = decode(blocks, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+        with reference_model(blocks) as model:
+            assert text == generate(model, prompt, 16, frozenset())
+        if dtype == "float32":
+            with reference_model(dense) as model:
+                assert text == generate(model, prompt, 16, frozenset())
+
+
+@needs_kernels
+def test_nothing_is_written_to_the_cache_but_settings(gguf_file: Path, cache: Path) -> None:
+    load_hf(str(gguf_file), quantization="gguf")
+    assert not list(cache.rglob("*.safetensors"))
+
+
+@needs_kernels
+def test_a_plan_knows_the_bytes_of_the_blocks(gguf_file: Path) -> None:
+    planned = load_hf(str(gguf_file), network=build_meta_network, quantization="gguf")
+    loaded = load_hf(str(gguf_file), quantization="gguf")
+    sizes = {
+        name: getattr(weight, "block_bytes", None)
+        for name, weight in planned.model.named_parameters()
+    }
+    for name, weight in loaded.model.named_parameters():
+        assert sizes[name] == (weight.nbytes if isinstance(weight, BlockWeight) else None), name
+    parameters = list(planned.model.parameters())
+    counted = count_weight_bytes(planned, parameters, "gguf", on_cpu=True)
+    assert counted == sum(weight.nbytes for weight in loaded.model.parameters())
+
+
+@needs_kernels
+def test_what_needs_dense_weights_says_so(gguf_file: Path) -> None:
+    target = load_hf(str(gguf_file), quantization="gguf")
+    with pytest.raises(UserError, match="cannot be trained; leave out target.quantization=gguf"):
+        refuse_training("small", target.model, "lora")
+
+
+def test_blocks_come_from_a_gguf_file() -> None:
+    with pytest.raises(UserError, match="is no .gguf file; leave it out"):
+        load_hf(str(TINY_DIRECTORY), quantization="gguf")
+
+
+def test_without_kernels_nothing_is_loaded(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
+    with pytest.raises(UserError, match="no installed package multiplies the blocks"):
+        load_hf(str(gguf_file), quantization="gguf")
