@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spectrain.errors import UserError
-from spectrain.eval.axes.grid import GridSweep
+from spectrain.eval.axes.grid import BatchContextSweep
 from spectrain.eval.axes.sweep import (
     CONTEXT_LENGTHS,
     BatchSweep,
@@ -74,7 +74,7 @@ class DefaultEvaluation(SweepSettings, Evaluation):
         if self.sweep == "context":
             return [ContextSweep("context", *shared)]
         if self.sweep == "grid":
-            return [GridSweep("batch", *shared, self.batches)]
+            return [BatchContextSweep("batch", *shared, self.batches)]
         if self.sweep == "temperature":
             return [TemperatureSweep("temperature", *shared, self.temperatures)]
         return []

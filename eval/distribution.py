@@ -47,10 +47,12 @@ class Stratum:
     def effective_size(self) -> float:
         """Return the size of the drafted sample that would see as much against probabilities."""
         size = len(self.drafted)
-        return size if self.is_known else size * len(self.plain) / max(1, size + len(self.plain))
+        if self.has_probabilities:
+            return size
+        return size * len(self.plain) / max(1, size + len(self.plain))
 
     @property
-    def is_known(self) -> bool:
+    def has_probabilities(self) -> bool:
         return self.probabilities is not None
 
     @property
@@ -132,14 +134,14 @@ def count_cells(stratum: Stratum) -> Cells:
     for outcome, weight in weights.items():
         expected[index[cell_of[outcome]]] += weight
     observed = count(stratum.drafted)
-    if stratum.is_known:
+    if stratum.has_probabilities:
         return Cells(observed, expected, None)
     expected *= len(stratum.drafted) / max(1, len(stratum.drafted) + len(stratum.plain))
     return Cells(observed, expected, count(stratum.plain))
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DistributionTest:
     """A test of whether drafted outcomes have their distribution."""
 
     # What was compared.
@@ -163,7 +165,7 @@ class Comparison:
         return min(1.0, (needed / 4 / self.effective_size) ** 0.5)
 
 
-def compare_strata(name: str, strata: Sequence[Stratum]) -> Comparison | None:
+def compare_strata(name: str, strata: Sequence[Stratum]) -> DistributionTest | None:
     """Test whether the outcomes of all strata have their distribution; None where there are too
     few of them to tell.
     """
@@ -178,7 +180,7 @@ def compare_strata(name: str, strata: Sequence[Stratum]) -> Comparison | None:
         return None
     freedom = sum(cells.freedom for _, cells in compared)
     statistic = sum(cells.statistic for _, cells in compared)
-    return Comparison(
+    return DistributionTest(
         name,
         sum(len(stratum.drafted) for stratum, _ in compared),
         freedom,
@@ -187,16 +189,16 @@ def compare_strata(name: str, strata: Sequence[Stratum]) -> Comparison | None:
     )
 
 
-def test_reachable(name: str, strata: Sequence[Stratum]) -> Comparison | None:
+def test_reachable(name: str, strata: Sequence[Stratum]) -> DistributionTest | None:
     """Test whether more texts than rounding explains have a token that top-k or top-p leaves out;
     None without known probabilities.
     """
-    texts = sum(len(stratum.drafted) for stratum in strata if stratum.is_known)
+    texts = sum(len(stratum.drafted) for stratum in strata if stratum.has_probabilities)
     if not texts:
         return None
     count = sum(stratum.num_unreachable for stratum in strata)
     p_value = float(bdtrc(count - 1, texts, ROUNDING_SHARE)) if count else 1.0
-    return Comparison(name, texts, 0, p_value, texts)
+    return DistributionTest(name, texts, 0, p_value, texts)
 
 
 test_reachable.__test__ = False  # type: ignore[attr-defined]
@@ -235,8 +237,8 @@ def _measure_excess(stratum: Stratum, half: int) -> tuple[float, float]:
             chances[cells[outcome]] += chance  # type: ignore[assignment]
         excess = {cell for cell in own if own[cell] > chances[cell] * len(chosen)}
         rate = _share_inside(judged, cells, excess)
-        known = sum(chances[cell] for cell in excess)
-        return rate - known, _rate_variance(rate, judged) ** 0.5
+        expected = sum(chances[cell] for cell in excess)
+        return rate - expected, _rate_variance(rate, judged) ** 0.5
     halves = [stratum.plain[start::2] for start in (half, 1 - half)]
     cells = merge_rare(stratum.weights())
     own = Counter(cells[outcome] for outcome in chosen)

@@ -25,7 +25,7 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
 from spectrain.eval.distribution import (
     POWER,
-    Comparison,
+    DistributionTest,
     Outcome,
     Stratum,
     compare_strata,
@@ -55,7 +55,7 @@ OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class KnownTexts:
+class EnumeratedTexts:
     """All texts of a prompt with their probabilities."""
 
     # Beginning -> probabilities of the next token.
@@ -81,9 +81,9 @@ class PromptTexts:
     """The texts that continue one prompt."""
 
     drafted: list[Generation]
-    # Texts without a drafter; empty where all texts are known.
+    # Texts without a drafter; empty where all texts are enumerated.
     plain: list[Outcome]
-    known: KnownTexts | None
+    enumerated: EnumeratedTexts | None
 
     @property
     def texts(self) -> list[Outcome]:
@@ -91,15 +91,14 @@ class PromptTexts:
 
     def joint(self) -> Stratum:
         """Return the texts as outcomes."""
-        return Stratum(
-            self.texts, None if self.known is None else self.known.joint, tuple(self.plain)
-        )
+        chances = None if self.enumerated is None else self.enumerated.joint
+        return Stratum(self.texts, chances, tuple(self.plain))
 
     def at_position(self, position: int) -> Stratum:
         """Return the tokens at a position as outcomes."""
         return Stratum(
             [token_at(text, position) for text in self.texts],
-            None if self.known is None else self.known.marginal(position),
+            None if self.enumerated is None else self.enumerated.marginal(position),
             [token_at(text, position) for text in self.plain],
         )
 
@@ -115,9 +114,9 @@ class PromptTexts:
             if number <= len(generation.round_lengths) and start < len(generation.output):
                 before = tuple(generation.output[:start])
                 drafted[before].append((generation.output[start],))
-        if self.known is not None:
+        if self.enumerated is not None:
             for before, tokens in drafted.items():
-                table = self.known.tables.get(before)
+                table = self.enumerated.tables.get(before)
                 if table is not None:
                     yield Stratum(tokens, {(token,): chance for token, chance in table.items()})
             return
@@ -129,9 +128,9 @@ class PromptTexts:
             yield Stratum(tokens, None, plain[before])
 
 
-def list_known_texts(
+def enumerate_texts(
     target: Target, rule: AcceptanceRule, prompt: list[int], num_tokens: int
-) -> KnownTexts | None:
+) -> EnumeratedTexts | None:
     """Compute the probabilities of all texts after a prompt, by `transformers`; None where there
     are too many, or where rounding decides which tokens are reachable, as in half precision.
     """
@@ -158,7 +157,7 @@ def list_known_texts(
             ended = {text for text in longer if text[-1] in target.stop_ids}
             joint |= {text: longer[text] for text in ended}
             open_texts = {text: chance for text, chance in longer.items() if text not in ended}
-    return KnownTexts(tables, joint | open_texts)
+    return EnumeratedTexts(tables, joint | open_texts)
 
 
 def _next_tables(
@@ -200,22 +199,22 @@ class DistributionCheck:
         prompts = self.prompts[:NUM_PROMPTS]
         share = -(-self.num_texts // len(prompts))
         target = self.decoder.target
-        references: list[tuple[list[Outcome], KnownTexts | None]] = []
+        references: list[tuple[list[Outcome], EnumeratedTexts | None]] = []
         for number, prompt in enumerate(prompts):
             self.on_progress("comparing the distribution of answers: the target's own")
-            known = list_known_texts(target, self.decoder.rule, prompt, self.num_tokens)
+            enumerated = enumerate_texts(target, self.decoder.rule, prompt, self.num_tokens)
             # Known texts need no second sample.
-            texts = [] if known else self._decode(None, prompt, number * share, share)
-            references.append(([tuple(text.output) for text in texts], known))
+            texts = [] if enumerated else self._decode(None, prompt, number * share, share)
+            references.append(([tuple(text.output) for text in texts], enumerated))
         results = {}
         for order, system in enumerate(systems, 1):
             self.on_progress(f"comparing the distribution of answers: {system.label}")
             first = order * share * len(prompts)
             results[system.name] = [
                 PromptTexts(
-                    self._decode(system, prompt, first + number * share, share), plain, known
+                    self._decode(system, prompt, first + number * share, share), plain, enumerated
                 )
-                for number, (prompt, (plain, known)) in enumerate(zip(prompts, references))
+                for number, (prompt, (plain, enumerated)) in enumerate(zip(prompts, references))
             ]
         comparisons = {name: list(compare_texts(texts)) for name, texts in results.items()}
         count = sum(map(len, comparisons.values()))
@@ -251,11 +250,11 @@ class DistributionCheck:
         return max(self.batch_size, TEXTS_TOGETHER)
 
 
-def compare_texts(prompts: Sequence[PromptTexts]) -> Iterator[Comparison]:
+def compare_texts(prompts: Sequence[PromptTexts]) -> Iterator[DistributionTest]:
     """Make all comparisons of one system."""
     joints = [texts.joint() for texts in prompts]
     length = max(len(text) for texts in prompts for text in texts.texts)
-    rounds = max(len(one.round_lengths) for texts in prompts for one in texts.drafted)
+    rounds = max(len(generation.round_lengths) for texts in prompts for generation in texts.drafted)
     by_position = [[texts.at_position(position) for texts in prompts] for position in range(length)]
     by_round = [
         [stratum for texts in prompts for stratum in texts.of_round(number)]
@@ -271,12 +270,15 @@ def compare_texts(prompts: Sequence[PromptTexts]) -> Iterator[Comparison]:
 
 
 def summarize(
-    prompts: Sequence[PromptTexts], comparisons: Sequence[Comparison], level: float, num_tokens: int
+    prompts: Sequence[PromptTexts],
+    comparisons: Sequence[DistributionTest],
+    level: float,
+    num_tokens: int,
 ) -> dict[str, Any]:
     """Return the entry of summary.json about one system."""
     distance = estimate_distance([texts.joint() for texts in prompts])
-    generations = [one for texts in prompts for one in texts.drafted]
-    depths = [depth for one in generations for depth in one.depths]
+    generations = [generation for texts in prompts for generation in texts.drafted]
+    depths = [depth for generation in generations for depth in generation.depths]
     can_tell = any(entry.freedom for entry in comparisons)
     different = [entry.name for entry in comparisons if entry.p_value < level]
     tests = [
@@ -293,7 +295,7 @@ def summarize(
         "verdict": "different" if different else "same" if can_tell else "unknown",
         "different": different,
         "reference": "known next-token tables"
-        if all(texts.known for texts in prompts)
+        if all(texts.enumerated for texts in prompts)
         else "plain sampling",
         "texts": len(generations),
         "prompts": len(prompts),

@@ -100,6 +100,7 @@ def quality(target: Target, texts: Sequence[Text]) -> dict[str, float]:
     return {"perplexity": round(math.exp(loss / count), 4), "most_likely": round(best / count, 4)}
 
 
+@torch.no_grad()
 def logits(target: Target, text: Text) -> Tensor:
     """Return the target's logits before every token of an answer [T, V]."""
     prompt, answer = text

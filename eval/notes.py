@@ -17,6 +17,7 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.context import format_length
+from spectrain.eval.draft_model import describe_draft_model
 from spectrain.eval.fixed_trees import START, UNTRAINED
 from spectrain.eval.headline import count_prompts
 from spectrain.eval.user_times import describe_user_times
@@ -155,27 +156,11 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"{format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
+    if draft_model := summary.get("draft_model"):
+        yield describe_draft_model(draft_model)
     if summary.get("user_times"):
         yield describe_user_times(summary)
-    if price := summary.get("price_per_million"):
-        yield (
-            f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, "
-            f"{price['drafted']:.4g} with it."
-        )
-    if joules := summary.get("joules_per_token"):
-        yield (
-            f"Joules per token: {joules['autoregressive']:.3g} without the drafter, "
-            f"{joules['drafted']:.3g} with it."
-        )
-    if device := summary.get("other_device"):
-        listed = ", ".join(
-            f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items()
-        )
-        numbers = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
-        yield (
-            f"Predicted speedup by prompts at once on a device of {numbers}, with each "
-            f"forward at its lower bound: {listed}."
-        )
+    yield from _describe_costs(summary)
     yield from _describe_precision(setting)
     if context := setting.get("context"):
         lengths = ", ".join(map(format_length, context["lengths"]))
@@ -204,6 +189,29 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     for key, describe in EXTENSION_NOTES.items():
         if summary.get(key):
             yield from describe(summary[key])
+
+
+def _describe_costs(summary: Summary) -> Iterator[str]:
+    """Say what tokens cost in money and energy, and how fast another device would be."""
+    if price := summary.get("price_per_million"):
+        yield (
+            f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, "
+            f"{price['drafted']:.4g} with it."
+        )
+    if joules := summary.get("joules_per_token"):
+        yield (
+            f"Joules per token: {joules['autoregressive']:.3g} without the drafter, "
+            f"{joules['drafted']:.3g} with it."
+        )
+    if device := summary.get("other_device"):
+        listed = ", ".join(
+            f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items()
+        )
+        numbers = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
+        yield (
+            f"Predicted speedup by prompts at once on a device of {numbers}, with each "
+            f"forward at its lower bound: {listed}."
+        )
 
 
 def list_lengths(columns: Sequence[Column], entry: Summary) -> str:

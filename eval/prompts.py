@@ -52,6 +52,7 @@ SUMMARY = "Sum up this article in two or three sentences.\n\n{}"
 # Columns -> the turns of a row; the first format whose columns the row has is used.
 FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {
     ("turns",): lambda row: row["turns"],  # Spec-Bench, MT-Bench
+    ("context", "multi_turns"): lambda row: _join_shared_context(row),  # SCBench
     ("task_id", "prompt"): lambda row: [_join_texts(row["prompt"], request=CODE)],  # HumanEval
     ("question", "answer"): lambda row: [row["question"]],  # GSM8K
     ("instruction",): lambda row: [_join_texts(row["instruction"], row.get("input", ""))],  # Alpaca
@@ -438,6 +439,19 @@ def _join_texts(*parts: Any, request: str = "{}") -> str | None:
         return None
     text = "\n\n".join(part for part in parts if part.strip())
     return request.format(text.strip("\n")) if text else text
+
+
+def _join_shared_context(row: dict[str, Any]) -> Any:
+    """Return the questions of a row about one context, which stands before the first of them."""
+    questions = row["multi_turns"]
+    if not isinstance(questions, list) or not all(
+        isinstance(question, dict) and isinstance(question.get("input"), str)
+        for question in questions or [None]
+    ):
+        # It is refused as a row without a question.
+        return None
+    first, *others = [question["input"] for question in questions]
+    return [_join_texts(row["context"], first), *others]
 
 
 def _make_unique(name: str, used: Counter[str]) -> str:

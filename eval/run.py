@@ -26,6 +26,7 @@ from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines
 from spectrain.eval.columns import DRAFTER, tracked_systems
 from spectrain.eval.distribution_check import DistributionCheck
+from spectrain.eval.draft_model import score_draft_model
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
@@ -477,6 +478,15 @@ class EngineAnswers(AnswerSource):
             limits["other_device"] = predict_device(
                 candidate.target, candidate.drafter, answers, evaluation.other_device
             )
+        if draft_model := score_draft_model(
+            candidate.drafter,
+            candidate.target,
+            answers,
+            evaluation.references,
+            evaluation.max_new_tokens,
+            evaluation.execute,
+        ):
+            limits["draft_model"] = draft_model
         if not candidate.rule.lossless or evaluation.quality:
             # Compare answers token by token if the rule should not change them.
             is_deterministic = not candidate.rule.matching_rule().is_random

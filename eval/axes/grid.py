@@ -26,7 +26,7 @@ Grid = dict[str, Any]
 
 
 @dataclass
-class GridSweep(BatchSweep):
+class BatchContextSweep(BatchSweep):
     """Decodes the texts of every length of context in batches of several sizes."""
 
     def report(self, results: Results) -> dict[str, Any]:

@@ -297,3 +297,45 @@ def rule_table(result: dict[str, Any]) -> str:
         for recipe, by_factor in ends.items()
     ]
     return format_table(titles, rows)
+
+
+def training_needs_table(results: dict[str, Any]) -> str:
+    """Return what each recipe needs in training, grouped by what it trains, the quickest first."""
+    rows = [row for row in results["rows"] if "refused" not in row]
+    order = sorted({row["trains"] for row in rows}, key=lambda kind: _median_size(rows, kind))
+    rows.sort(key=lambda row: (order.index(row["trains"]), row["minutes"]))
+    cells = [["`drafter=ngram`, `retrieval` and other copiers", "nothing", "", "0", "0", "0", ""]]
+    for row in rows:
+        size = row["trained"]
+        cells.append(
+            [
+                f"`{row['recipe']}`",
+                row["trains"],
+                row["learns_from"],
+                f"{size / 1e6:,.0f} M" if size >= 5e5 else f"{size / 1e3:,.0f} k",
+                f"{row['minutes']:.0f}",
+                f"{row['peak_bytes'] / 1e9:.0f} GB",
+                "yes" if row["fits"] else "no",
+            ]
+        )
+    titles = [
+        "recipe",
+        "trains",
+        "learns from",
+        "trained parameters",
+        "minutes",
+        "memory",
+        "fits 80 GB",
+    ]
+    return format_table(titles, cells)
+
+
+def refused_recipes(results: dict[str, Any]) -> str:
+    """Return the recipes that cannot be planned for this target, with the reasons."""
+    refused = [row for row in results["rows"] if "refused" in row]
+    return "\n".join(f"- `{row['recipe']}`: {row['refused']}" for row in refused)
+
+
+def _median_size(rows: list[dict[str, Any]], kind: str) -> float:
+    sizes = sorted(row["trained"] for row in rows if row["trains"] == kind)
+    return float(sizes[len(sizes) // 2])

@@ -151,6 +151,13 @@ class Drafter(nn.Module, ABC):
         return [Stage.single(self, self.layers)]
 
     @property
+    def draft_model(self) -> Target | None:
+        """The language model with the target's tokenizer that it drafts with; None for a family
+        that is none by itself.
+        """
+        return None
+
+    @property
     def cost(self) -> DraftingCost:
         """What drafting takes."""
         return self.capabilities.cost(self)

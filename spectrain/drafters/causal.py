@@ -103,6 +103,10 @@ class Causal(Drafter):
         """One stage on the input of the target's head; decoding needs no features."""
         return [Stage.single(self, ("final",), final_reach=0)]
 
+    @property
+    def draft_model(self) -> Target:
+        return self.model
+
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the model's layers over all tokens; no distribution is cut to a
         draft vocabulary.

@@ -145,6 +145,10 @@ class Pard(Drafter):
         """
         return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
 
+    @property
+    def draft_model(self) -> Target:
+        return self.model
+
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the model over all tokens and masks, with an attention mask in
         every layer.

@@ -43,6 +43,7 @@ from .footprint import (
     peak_memory,
 )
 from .hours import Rate, estimate_hours
+from .needs import describe_needs
 from .serving_memory import count_drafter_numbers, plan_serving_memory
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
@@ -183,6 +184,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     sharded = sharded_memory(models, memory, options.devices)
     summary: dict[str, Any] = {
         "parameters": count_parameters(models),
+        "training": describe_needs(models, work.batches[0]),
         "tokens": {
             "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs,
             "counted": work.is_counted,

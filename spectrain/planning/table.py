@@ -30,6 +30,8 @@ def print_plan(summary: dict[str, Any]) -> None:
         "parameters",
         f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}",
     )
+    training = summary["training"]
+    table.add_row("trains", f"{training['trains']}; learns from {training['learns_from']}")
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
         "tokens",

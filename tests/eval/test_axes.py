@@ -146,7 +146,7 @@ def test_batches_that_share_prompts_have_no_interval(
     )
 
 
-def test_turns_of_a_prompt_are_one_unit() -> None:
+def test_turns_of_a_prompt_form_a_unit() -> None:
     """Turns that are decoded alone are drawn with their prompt; in batches they bind the batches
     together.
     """

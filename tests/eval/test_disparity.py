@@ -40,22 +40,22 @@ def test_the_worst_group_stands_over_the_best() -> None:
     assert alone is not None and alone.ci95 is None
 
 
-def test_equal_groups_have_one_in_their_interval() -> None:
+def test_the_interval_of_equal_groups_holds_equality() -> None:
     """Of 300 sets of eight equal groups, the interval of the worst over the best, chosen by the
     numbers, holds 1 in at least 93 %, although the ratio itself is always below 1.
     """
     random = np.random.default_rng(0)
-    held = 0
+    covered = 0
     for _ in range(300):
         groups = {str(name): draw_sums(2.0, 6, random) for name in range(8)}
         disparity = compare_groups(groups)
         assert disparity is not None and disparity.ci95 is not None
         assert disparity.ratio < 1
-        held += disparity.ci95[0] <= 1 <= disparity.ci95[1]
-    assert held >= 0.93 * 300, held
+        covered += disparity.ci95[0] <= 1 <= disparity.ci95[1]
+    assert covered >= 0.93 * 300, covered
 
 
-def test_a_large_disparity_is_found() -> None:
+def test_a_large_disparity_is_significant() -> None:
     random = np.random.default_rng(1)
     groups = {name: draw_sums(2.5, 6, random) for name in "abcdef"}
     disparity = compare_groups(groups | {"z": draw_sums(1.5, 6, random)})

@@ -38,10 +38,10 @@ def move_mass(distance: float) -> dict[Outcome, float]:
 
 
 def make_stratum(
-    distance: float, count: int, random: np.random.Generator, is_known: bool
+    distance: float, count: int, random: np.random.Generator, has_probabilities: bool
 ) -> Stratum:
     drafted = draw(move_mass(distance), count, random)
-    if is_known:
+    if has_probabilities:
         return Stratum(drafted, CHANCES)
     return Stratum(drafted, None, draw(CHANCES, count, random))
 
@@ -63,38 +63,46 @@ def test_rare_outcomes_share_a_cell_with_those_that_begin_alike() -> None:
     assert cells[2,] == (1,)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_equal_distributions_are_called_different_as_rarely_as_stated(is_known: bool) -> None:
+@pytest.mark.parametrize("has_probabilities", [True, False])
+def test_false_alarms_are_as_rare_as_stated(
+    has_probabilities: bool,
+) -> None:
     """Of 2,000 comparisons of equal distributions, the share with p below a level is that level;
     the estimated distance is 0 on average, and its interval holds 0 in 95 %.
     """
     random = np.random.default_rng(0)
-    strata = [make_stratum(0, 500, random, is_known) for _ in range(2000)]
-    values = [comparison.p_value for one in strata if (comparison := compare_strata("text", [one]))]
+    strata = [make_stratum(0, 500, random, has_probabilities) for _ in range(2000)]
+    values = [
+        comparison.p_value
+        for stratum in strata
+        if (comparison := compare_strata("text", [stratum]))
+    ]
     assert len(values) == 2000
     for level in (0.3, 0.05, 0.01):
         error = (level * (1 - level) / 2000) ** 0.5
         assert abs(np.mean(np.array(values) < level) - level) < 4 * error
-    estimates = [estimate_distance([one]) for one in strata[:400]]
-    assert abs(np.mean([one.value for one in estimates])) < 0.005
-    assert 0.9 < np.mean([one.low <= 0 <= one.high for one in estimates]) < 0.99
+    estimates = [estimate_distance([stratum]) for stratum in strata[:400]]
+    assert abs(np.mean([stratum.value for stratum in estimates])) < 0.005
+    assert 0.9 < np.mean([stratum.low <= 0 <= stratum.high for stratum in estimates]) < 0.99
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_the_visible_distance_is_seen_as_often_as_stated(is_known: bool) -> None:
+@pytest.mark.parametrize("has_probabilities", [True, False])
+def test_the_power_is_as_stated(has_probabilities: bool) -> None:
     """At the distance that is called visible, at least 98 of 100 samples are called different, and
     the estimate of the distance is not above it on average.
     """
     random = np.random.default_rng(1)
     level = 1e-4
-    comparison = compare_strata("text", [make_stratum(0, 1000, random, is_known)])
+    comparison = compare_strata("text", [make_stratum(0, 1000, random, has_probabilities)])
     assert comparison is not None
     distance = comparison.visible_distance(level)
     assert 0 < distance < 0.4
-    strata = [make_stratum(distance, 1000, random, is_known) for _ in range(200)]
-    found = [other.p_value < level for one in strata if (other := compare_strata("text", [one]))]
-    assert np.mean(found) >= 0.98
-    estimates = [estimate_distance([one]).value for one in strata]
+    strata = [make_stratum(distance, 1000, random, has_probabilities) for _ in range(200)]
+    is_rejected = [
+        other.p_value < level for stratum in strata if (other := compare_strata("text", [stratum]))
+    ]
+    assert np.mean(is_rejected) >= 0.98
+    estimates = [estimate_distance([stratum]).value for stratum in strata]
     assert np.mean(estimates) == pytest.approx(distance, abs=0.01)
 
 
@@ -107,11 +115,11 @@ def test_strata_add_up() -> None:
     both = compare_strata("text", strata)
     cells = [count_cells(stratum) for stratum in strata]
     assert both is not None
-    assert both.freedom == sum(one.freedom for one in cells)
+    assert both.freedom == sum(stratum.freedom for stratum in cells)
     assert both.texts == both.effective_size == 1200
 
 
-def test_one_outcome_tells_nothing() -> None:
+def test_a_single_outcome_tells_nothing() -> None:
     """A target that leaves nothing to chance cannot be compared."""
     assert compare_strata("text", [Stratum([(0,)] * 50, {(0,): 1.0})]) is None
     assert compare_strata("text", [Stratum([(0,)] * 50, None, [])]) is None

@@ -104,6 +104,17 @@ def test_every_format_is_read(tmp_path: Path, row: dict, prompt: Prompt) -> None
     assert (read.prompts, read.skipped) == ([prompt], {})
 
 
+def test_questions_share_a_context(tmp_path: Path) -> None:
+    """Rows of SCBench: the context stands once, before the first question, and later ones follow
+    the answers.
+    """
+    questions = [{"input": text, "answer": "x"} for text in ("Who?", "When?", "Why?")]
+    row = {"id": "s0", "context": "A long report.", "multi_turns": questions}
+    (prompt,) = read_prompts(write_lines(tmp_path, row)).prompts
+    assert prompt.turns == ["A long report.\n\nWho?", "When?", "Why?"]
+    assert prompt.num_answers == 3 and prompt.reference is None
+
+
 @pytest.mark.parametrize(
     "row, name, words, text",
     [
@@ -230,6 +241,9 @@ def test_ids_become_distinct(tmp_path: Path) -> None:
         '{"question": "no answer"}',
         '{"instruction": "Add", "input": 3}',
         '{"article": ["text"]}',
+        '{"context": "Long.", "multi_turns": []}',
+        '{"context": "Long.", "multi_turns": [{"answer": "no input"}]}',
+        '{"context": 3, "multi_turns": [{"input": "What?"}]}',
         '{"messages": []}',
         '{"messages": "text"}',
         '{"messages": 3}',

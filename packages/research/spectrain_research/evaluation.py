@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from spectrain.config.values import Count, NotNegative, Number, Seed, Share
 from spectrain.errors import UserError
-from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.parts import EvalPart
 from spectrain.eval.selection import PromptedEvaluation
@@ -44,11 +43,11 @@ class IdeaSweeps:
     part: ClassVar[str] = "axes"
 
     # What to vary for one drafter: tree builders, chain lengths, exits or prunings, the number of
-    # prompts at once (batch), the length of prompts (context) or the temperature; null varies
-    # nothing.
-    sweep: Literal["tree", "length", "exit", "prune", "batch", "context", "temperature"] | None = (
-        None
-    )
+    # prompts at once (batch), the length of prompts (context), both of these in one table (grid),
+    # or the temperature; null varies nothing.
+    sweep: (
+        Literal["tree", "length", "exit", "prune", "batch", "context", "grid", "temperature"] | None
+    ) = None
     # Tree builders of eval.sweep=tree; null takes all of them.
     trees: tuple[str, ...] | None = None
     # Tree sizes of eval.sweep=tree, in nodes with the root included.
@@ -262,7 +261,7 @@ class ResearchPart(
     @property
     def varies_trees(self) -> bool:
         is_shaped = self.prune_layer is not None or self.graft_layer is not None
-        return self.sweep not in (None, *AXIS_LABELS) or is_shaped
+        return self.sweep in ("tree", "length", "exit", "prune") or is_shaped
 
     def extensions(self, evaluation: PromptedEvaluation) -> list[EvalExtension]:
         extensions: list[EvalExtension] = [GuardedSystem()] if self.guard else []

@@ -28,6 +28,7 @@ from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import sequence_generator
 from spectrain.trees.rollout import Draft
+from spectrain_research.lossy_rules.labels import GivenLabels
 from spectrain_research.shared.purposes import JUDGED
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ class DraftJudge(Drafter):
     likeliest other tokens replaces the text's token. It is right if the target's most likely tokens
     at it and at each of the `window` tokens after it are the same as in the text. On the target's
     greedy answers (spectrain data regenerate) this means that the rest of the greedy answer is
-    unchanged. The loss is binary cross-entropy, `wrong_weight` times as large for wrong tokens
-    (with 1, sigma is a probability); agreement is how often sigma > 1/2 is right. By itself it
-    drafts copies of the text.
+    unchanged. With `labels`, a file names the wrong pieces of answers, as in the paper. The loss is
+    binary cross-entropy, `wrong_weight` times as large for wrong tokens (with 1, sigma is a
+    probability); agreement is how often sigma > 1/2 is right. By itself it drafts copies of the
+    text.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -64,6 +66,10 @@ class DraftJudge(Drafter):
         wrong_weight: float = 1.0,
         # Seed of the random positions.
         seed: int = 0,
+        # File of the training conversations whose rows have a column wrong: a list of the pieces of
+        # the last answer that may not be accepted. All other tokens of the answers are right. Null
+        # takes the labels from the target.
+        labels: str | None = None,
     ) -> None:
         super().__init__()
         for key, value in (("window", window), ("places", places), ("alternatives", alternatives)):
@@ -81,6 +87,8 @@ class DraftJudge(Drafter):
         self.alternatives = alternatives
         self.seed = seed
         self.wrong_weight = wrong_weight
+        self.labels_path = labels
+        self.given: GivenLabels | None = None
         self.probe = nn.Linear(target.width, 1)
         nn.init.zeros_(self.probe.weight)
         nn.init.zeros_(self.probe.bias)
@@ -89,8 +97,12 @@ class DraftJudge(Drafter):
     # Training
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Raise UserError for a target that cannot run the alternatives."""
+        """Read the given labels. Raise UserError for a target that cannot run the alternatives,
+        and for labels that cannot be used.
+        """
         target.require_layers("drafter=draft_judge, whose loss runs the target,")
+        if self.labels_path is not None:
+            self.given = GivenLabels(self.labels_path, target)
 
     @property
     def stages(self) -> list[Stage]:
@@ -108,7 +120,11 @@ class DraftJudge(Drafter):
         return StepCost([], Judged(0, target.head.vocab_size, other_rows=rows), forward_rows=rows)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        states, is_right, weights = self.judge_alternatives(batch, target, state)
+        states, is_right, weights = (
+            self.judge_alternatives(batch, target, state)
+            if self.given is None
+            else self.judge_given(batch, self.given)
+        )
         logits = self.probe(states.to(self.probe.weight.dtype))[:, 0].float()
         weights = weights * torch.where(is_right, 1.0, self.wrong_weight)
         terms = {
@@ -150,6 +166,24 @@ class DraftJudge(Drafter):
             is_right[is_alternative],
             blocks.loss_weights(is_alternative, batch),
         )
+
+    def judge_given(self, batch: Batch, given: GivenLabels) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target's states at the tokens of answers [R, D], whether each is right by the
+        given labels [R], and equal weights [R].
+
+        The last token of an answer is left out: no feature is read after it.
+        """
+        assert batch.features is not None
+        final = batch.features.at_layer("final")
+        rows = list(final) if batch.lengths is None else list(final[0].split(batch.lengths))
+        states = []
+        labels = []
+        for (tokens, mask), own in zip(batch.split_documents(), rows):
+            is_judged = mask.bool() & F.pad(mask.bool()[1:], (0, 1))
+            states.append(own[is_judged.to(own.device)])
+            labels.append(given.find(tokens, mask)[is_judged])
+        is_right = torch.cat(labels).to(final.device)
+        return torch.cat(states), is_right, torch.ones(len(is_right), device=final.device)
 
     def make_blocks(self, batch: Batch, target: Target, state: TrainingState) -> MaskBlocks:
         """Make the batch with alternatives after some of its prefixes, each followed by the
