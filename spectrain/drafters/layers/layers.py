@@ -128,6 +128,15 @@ class Attention(nn.Module):
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
         )
 
+    @property
+    def input_linears(self) -> list[nn.Linear]:
+        """Return the linears that read the inputs."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def init_self(self) -> None:
+        """Let heads attend to their own position at first."""
+        init_self_attention(self)
+
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
         D].
