@@ -18,9 +18,9 @@ from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularyS
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.fitted_start import count_fit, fit_eagle, measure_fit
-from spectrain.drafters.layers.layers import init_self_attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.target_kind import KIND_VARIANTS
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -36,7 +36,7 @@ from .capabilities import (
 )
 from .context import Context
 
-VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
+VARIANTS = (*NORM_VARIANTS, *KIND_VARIANTS, "norm_output", "own_embedding")
 
 
 class Eagle3(UnrolledEagle):
@@ -53,7 +53,9 @@ class Eagle3(UnrolledEagle):
     state is the residual stream too; norm_before_fc: one norm over the fused features; fc_norm: one
     norm for each layer's features; qk_norm: queries and keys are normed per head, as in Qwen3;
     norm_output: the next step reads the normed output (EAGLE-3.1); own_embedding: the drafter has
-    its own input embedding, which is not trained.
+    its own input embedding, which is not trained. Two are parts of the target's kind, with its
+    sizes: latent_attention, as in DeepSeek's models, and experts, its feed-forward block; with
+    these, start=fitted is start=target.
     """
 
     saved = SavedFiles(
@@ -102,7 +104,7 @@ class Eagle3(UnrolledEagle):
         self.step_decay = step_decay
         self.norm_output = complete["norm_output"]
         fit = None
-        if start == "fitted" and fit_tokens:
+        if start == "fitted" and fit_tokens and not any(complete[key] for key in KIND_VARIANTS):
             fit = InitialFit(fit_tokens, type(self).fit_start, measure_fit, count_fit)
         self.capabilities = replace(
             self.capabilities,
@@ -128,7 +130,7 @@ class Eagle3(UnrolledEagle):
         """
         super().prepare(target, token_counts)
         if self.start != "random":
-            init_self_attention(self.self_attn)
+            self.self_attn.init_self()
 
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Fit the initial weights to the target's states by least squares; see `fitted_start`."""

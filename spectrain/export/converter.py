@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from spectrain.config.build import save_groups
+from spectrain.drafters.layers.target_kind import KIND_VARIANTS
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
@@ -72,11 +73,23 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterC
         ) from error
 
 
+def check_target_kinds(drafter: DrafterCheckpoint, layout: Layout) -> None:
+    """Raise UserError for a part of the target's kind that a layout has no form for."""
+    architecture = drafter.drafter.get("architecture") or {}
+    for key in KIND_VARIANTS:
+        if architecture.get(key) and key not in layout.target_kinds:
+            raise UserError(
+                f"drafter.architecture.{key}=true: {layout.title} has Llama's or Qwen3's layers "
+                "alone; use format=mla for an EAGLE-3 with latent attention, or train without it"
+            )
+
+
 def write_drafter(
     drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles | None, directory: Path
 ) -> None:
     """Write a drafter into a folder, with spectrain.json for what the layout has no key for."""
     if not layout.covers_all:
+        check_target_kinds(drafter, layout)
         drafter = drafter.expand_heads()
     layout.write(drafter, target, directory)
     if layout.covers_all:

@@ -15,6 +15,7 @@ from torch import Tensor
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.drafters.layers.eagle_layers import default_layers, engine_layers
 from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
+from spectrain.drafters.layers.target_kind import is_latent, latent_sizes
 from spectrain.errors import UserError
 
 from .drafter_files import DrafterFiles
@@ -182,9 +183,14 @@ def complete_settings(drafter: dict[str, Any], target: TargetFiles) -> dict[str,
 
 def complete_layer(architecture: dict[str, Any] | None, target: TargetFiles) -> dict[str, Any]:
     """Return an `architecture` with the values of the target's layer filled in."""
-    layer = llama_layer_settings(target.config, architecture)
+    given = architecture or {}
+    sizes = latent_sizes(target.config, given, target.reference) if is_latent(given) else {}
+    layer = llama_layer_settings(target.config, {**given, **sizes})
+    if sizes:
+        # Latent attention has keys and values for every head.
+        layer["num_key_value_heads"] = layer["num_attention_heads"]
     return {
         key: value
         for key, value in layer.items()
-        if key in LAYER_KEYS or key in (architecture or {})
+        if key in LAYER_KEYS or key in given or key in sizes
     }

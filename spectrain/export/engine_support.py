@@ -80,6 +80,12 @@ CORE_SUPPORT = (
     EngineSupport("vllm", "eagle1.VLLM_EAGLE1", "EagleLlamaForCausalLM", note="fc without a bias"),
     EngineSupport("sglang", "eagle1.SGLANG_EAGLE1", "LlamaForCausalLMEagle"),
     EngineSupport("eagle", "eagle1.ORIGINAL_EAGLE1"),
+    EngineSupport(
+        "vllm",
+        "latent_eagle3.LATENT_EAGLE3",
+        "Eagle3DeepseekV2ForCausalLM",
+        note="targets of DeepSeek's kind; not run here",
+    ),
     EngineSupport("sglang", "flat.FLAT_EAGLE3", "LlamaForCausalLMEagle3", quantized=ALL_SCHEMES),
     EngineSupport(
         "vllm",

@@ -208,6 +208,8 @@ class FusedLayout(Layout):
     engine: str = "SGLang"  # that refusals name
     # Format that holds what this layout cannot, which refusals name; None where there is none.
     other_format: str | None = "vllm"
+    # Parts of the target's kind that its drafters may have.
+    target_kinds: tuple[str, ...] = ()
     # Tensors in place of which engines use the target's, whatever the files hold.
     replaced_tensors: tuple[str, ...] = ()
     foreign_parts: Mapping[str, str] | None = None  # in place of the family's

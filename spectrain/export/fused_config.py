@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.layers import LAYER_KEYS
+from spectrain.drafters.layers.target_kind import LATENT_KEYS, is_latent
 from spectrain.errors import UserError, first_line
 from spectrain.models.rope import RopeError, fit_to_head, read_rope
 from spectrain.models.target import Target
@@ -122,7 +123,8 @@ class FusedConfig:
         values["num_key_value_heads"] = values["num_key_value_heads"] or heads
         values["rope_parameters"] = fit_to_head(read_rope(self.layer_config), values["head_dim"])
         variants = {name: True for name, is_on in self.variants.items() if is_on}
-        return {key: values[key] for key in LAYER_KEYS if key in values} | variants
+        keys = (*LAYER_KEYS, *(LATENT_KEYS if is_latent(variants) else ()))
+        return {key: values[key] for key in keys if key in values} | variants
 
 
 def require_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:

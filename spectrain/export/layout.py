@@ -143,6 +143,8 @@ class Layout(ABC):
     # Whether config.json holds every setting of the drafter and its description, so that no
     # spectrain.json is written.
     covers_all: bool = False
+    # Parts of the target's kind, as keys of an architecture, that drafters in it may have.
+    target_kinds: tuple[str, ...] = ()
     # Its own files of settings, which the linter reads.
     sidecars: tuple[str, ...] = ()
     holds_target: bool = False  # its directory is a target that contains the drafter

@@ -52,6 +52,7 @@ CORE_LAYOUTS = (
     TableRow("medusa.ORIGINAL_MEDUSA", "medusa", "medusa"),
     TableRow("dflash_flat.TRANSFORMERS_DFLASH", "hf", "dflash"),
     TableRow("peagle.FLAT_PEAGLE", "flat", "peagle"),
+    TableRow("latent_eagle3.LATENT_EAGLE3", "mla", "eagle3"),
     TableRow("flat.FLAT_EAGLE3", "sglang flat tensorrt", "eagle3"),
     TableRow("medusa.TENSORRT_MEDUSA", "tensorrt", "medusa"),
     TableRow("mtp.MTP_TARGET", "mtp", "mtp"),

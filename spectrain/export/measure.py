@@ -263,6 +263,13 @@ def fused_interpretations(
     )
 
 
+INPUT_WEIGHTS = [
+    f"self_attn.{name}.weight"
+    for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+]
+"""The weights that read the inputs of the first attention, latent or not."""
+
+
 def eagle3_interpretations(
     drafter: DrafterCheckpoint, target: TargetFiles
 ) -> Iterator[Interpretation]:
@@ -293,11 +300,12 @@ def eagle3_interpretations(
     )
     halves = {
         name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
-        for name in (f"self_attn.{p}_proj.weight" for p in "qkv")
+        for name in INPUT_WEIGHTS
+        if name in tensors
     }
     remedy = (
-        "exchange the halves of the columns of q_proj, k_proj and v_proj: the embedding comes "
-        "first, then the state"
+        "exchange the halves of the columns of the linears that read the inputs of attention "
+        "(q_proj, k_proj and v_proj): the embedding comes first, then the state"
     )
     yield Interpretation(
         "halves-swapped", "state before embedding", remedy, with_changes(drafter, {}, halves)

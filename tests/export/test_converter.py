@@ -81,6 +81,13 @@ LILICORR = {
 }
 DFLASH2 = {**DFLASH, "selector_rank": 8}
 UNO = {"num_masks": 3, "rank": 4}
+LATENT = {
+    "latent_attention": True,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 # Cases of installed packages.
 INSTALLED = load_cases(__name__)
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
@@ -100,6 +107,13 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
                 "norm_output": True},
         ),
         ("vllm", "spectrain"),
+    ),
+    "eagle3, latent attention": (
+        lambda path, tiny: ours(
+            path, tiny, "eagle3", vocab_size=256, num_layers=2,
+            architecture={**LATENT, "fc_norm": True, "q_lora_rank": 24},
+        ),
+        ("mla", "spectrain"),
     ),
     "eagle3, grown up": (
         lambda path, tiny: ours(
@@ -339,6 +353,13 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, markov_head="rnn",
             **DSPARK), "vllm",
         ("markov_head=rnn", "slot 0")),
+    "latent attention for SGLang": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256,
+            architecture=LATENT), "sglang",
+        ("latent_attention", "Llama's or Qwen3's layers")),
+    "Llama's layers as latent ones": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), "mla",
+        ("no latent attention", "format=vllm")),
     "DSpark for transformers": (
         lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf",
         ("dspark", "vllm or format=sglang or format=flat")),

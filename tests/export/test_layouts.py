@@ -36,13 +36,14 @@ from spectrain.servers.engines import ENGINES
 from tests.installed import load_cases
 
 from . import test_mtp
-from .test_converter import DFLASH, DFLASH2, DSPARK, LILICORR, UNO, ours
+from .test_converter import DFLASH, DFLASH2, DSPARK, LATENT, LILICORR, UNO, ours
 
 TINY = TargetFiles("tiny")
 # Their config.json names the class by which an engine finds its own; those of the speculators
 # library name the library's.
 FLAT_MODULES = (
     "flat.",
+    "latent_eagle3.",
     "dflash_flat.",
     "eagle1.",
     "medusa.VLLM",
@@ -122,6 +123,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal": {"num_layers": 1},
     "lilicorr": LILICORR,
     "uno.UNO": UNO,
+    "latent_eagle3.LATENT_EAGLE3": {"vocab_size": 256, "architecture": LATENT},
     **load_cases(__name__).get("SMALL", {}),
     "gguf_dflash.GGUF_DFLASH2": {**DFLASH2, "selector_top_k": 8},
 }

@@ -23,6 +23,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.promotion import PairedGain, PromotionProof
 from spectrain.integrations.learner import DrafterLearner, DrafterLearningSettings, RolloutSampling
 from spectrain.integrations.policy import make_policy_target
+from spectrain.integrations.process_state import preserve_process_state
 from spectrain.integrations.rollouts import RolloutStore
 from spectrain.integrations.trl import DrafterCallback, make_settings, read_sampling
 from spectrain.models.loading import load_hf
@@ -116,8 +117,9 @@ def test_learning_leaves_the_process_and_the_policy_as_they_were(
     drafter_folder: Path, policy: Any, shallow: Target, tmp_path: Path
 ) -> None:
     """A candidate is really trained and proven, and nothing of the policy's training changes."""
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    try:
+    # Earlier tests may have connected accelerate otherwise.
+    with preserve_process_state():
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
         policy.model.embed_tokens.weight.requires_grad_(False)
         policy.model.norm.weight.grad = torch.ones_like(policy.model.norm.weight)
         before = describe_process(policy)
@@ -130,9 +132,6 @@ def test_learning_leaves_the_process_and_the_policy_as_they_were(
         assert describe_process(policy) == before
         assert accelerator.mixed_precision == "bf16"
         assert accelerator.gradient_accumulation_steps == 2
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
     (proof,) = callback.learner.proofs
     assert proof.new.num_prompts >= 8 and proof.new.num_equal == proof.new.num_prompts
     event = read_ledger(callback)[-1]

@@ -64,6 +64,7 @@ def uses_fused_cpu(drafter: EagleModules) -> bool:
         return False
     if (
         type(attention) is not Attention
+        or type(mlp) is not Mlp
         or attention.window is not None
         or torch.compiler.is_compiling()
     ):

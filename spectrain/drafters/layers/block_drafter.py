@@ -47,6 +47,15 @@ from .layers import (
     make_rotary,
 )
 from .mask_token import check_mask_unused, resolve_mask_token
+from .target_kind import (
+    KIND_VARIANTS,
+    LATENT_KEYS,
+    ExpertBlock,
+    LatentAttention,
+    check_latent_keys,
+    is_latent,
+    layer_changes,
+)
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -89,7 +98,7 @@ class BlockConfig:
     # target's, frozen.
     own_embedding: bool = False
     # Configuration keys of the drafter's layers that differ from the target's; null copies the
-    # target's.
+    # target's. With latent_attention or experts, the layers have these parts of the target's kind.
     architecture: dict[str, Any] | None = None
     # Initial values of fc and the final norm: the target's (target), or random ones (random).
     start: Literal["target", "random"] = "target"
@@ -105,9 +114,11 @@ class BlockLayer(WeightBlock):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = NormedAttention(config, config.hidden_size)
+        self.self_attn: NormedAttention | LatentAttention = NormedAttention(
+            config, config.hidden_size
+        )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp: nn.Module = Mlp(config)
 
     def forward(
         self, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, attend: BlockAttentionFn
@@ -160,9 +171,11 @@ class BlockDrafter(VocabularyDrafter):
                 f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds "
                 "the anchor"
             )
-        check_layer_keys(config.architecture or {})
+        architecture = config.architecture or {}
+        check_layer_keys(architecture, (*KIND_VARIANTS, *LATENT_KEYS))
+        check_latent_keys(architecture)
         rows = target.head.vocab_size
-        layer_config = llama_config(target, config.architecture)
+        layer_config = llama_config(target, layer_changes(target, architecture))
         self.fused_layers = choose_fused_layers(
             target, config.layers, lambda: default_layers(target.num_layers, config.num_layers)
         )
@@ -181,6 +194,11 @@ class BlockDrafter(VocabularyDrafter):
         self.fc = BlockLinear(len(self.fused_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         self.blocks = nn.ModuleList(layer(layer_config) for _ in range(config.num_layers))
+        for block in self._block_layers:
+            if is_latent(architecture):
+                block.self_attn = LatentAttention(layer_config, width)
+            if architecture.get("experts"):
+                block.mlp = ExpertBlock(target)
         self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         size = rows if config.vocab_size is None else min(config.vocab_size, rows)
         self.lm_head: nn.Linear | None = None

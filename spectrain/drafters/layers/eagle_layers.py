@@ -28,7 +28,6 @@ from spectrain.models.weight_block import WeightBlock
 
 from .fused_input import FusedInput, choose_fused_layers, make_embedding
 from .layers import (
-    LAYER_KEYS,
     Attention,
     Mlp,
     NormedAttention,
@@ -38,6 +37,14 @@ from .layers import (
     make_rotary,
 )
 from .output_layer import init_output_layer, make_output_layer, project_down
+from .target_kind import (
+    LATENT_KEYS,
+    ExpertBlock,
+    LatentAttention,
+    check_latent_keys,
+    is_latent,
+    layer_changes,
+)
 from .vocabulary import VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -72,13 +79,15 @@ def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) 
     """Return the architecture with all variants; refuse unknown keys, and norms that exclude
     each other.
     """
-    check_layer_keys(architecture, variants)
+    has_latent = "latent_attention" in variants
+    check_layer_keys(architecture, (*variants, *(LATENT_KEYS if has_latent else ())))
     complete = {**dict.fromkeys(variants, False), **architecture}
     if complete.get("norm_before_fc") and complete.get("fc_norm"):
         raise UserError(
             "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
             "one of them"
         )
+    check_latent_keys(complete)
     return complete
 
 
@@ -99,12 +108,18 @@ class EagleSettings:
 class LaterLayer(WeightBlock):
     """A decoder layer after the first one, which reads only the residual stream."""
 
-    def __init__(self, config: LlamaConfig, attention: type[Attention], window: int | None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        attention: type[Attention],
+        window: int | None,
+        make_mlp: Callable[[], nn.Module],
+    ) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = attention(config, config.hidden_size, window)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = make_mlp()
 
     def forward(self, x: Tensor, number: int, attend: EagleAttentionFn) -> Tensor:
         """Transform the residual stream [B, T, D]."""
@@ -127,9 +142,7 @@ class EagleDrafter(VocabularyDrafter):
     def __init__(self, target: Target, settings: EagleSettings) -> None:
         super().__init__()
         architecture = settings.architecture
-        config = llama_config(
-            target, {key: value for key, value in architecture.items() if key in LAYER_KEYS}
-        )
+        config = llama_config(target, layer_changes(target, architecture))
         self.fused_layers = choose_fused_layers(
             target, settings.layers, lambda: default_layers(target.num_layers)
         )
@@ -138,11 +151,16 @@ class EagleDrafter(VocabularyDrafter):
         self.norm_before_residual = architecture["norm_before_residual"]
         rows = target.head.vocab_size
         width = target.width
-        attention = NormedAttention if architecture["qk_norm"] else Attention
+        attention: type[Attention] = NormedAttention if architecture["qk_norm"] else Attention
+        if is_latent(architecture):
+            attention = LatentAttention
         vocab_size = min(settings.vocab_size, rows)
 
         def make_norm(size: int = width) -> nn.RMSNorm:
             return nn.RMSNorm(size, eps=config.rms_norm_eps)
+
+        def make_mlp() -> nn.Module:
+            return ExpertBlock(target) if architecture.get("experts") else Mlp(config)
 
         self.input_norm = (
             make_norm(len(self.fused_layers) * width) if architecture["norm_before_fc"] else None
@@ -158,10 +176,11 @@ class EagleDrafter(VocabularyDrafter):
         self.hidden_norm = make_norm()
         self.self_attn = attention(config, 2 * width, settings.window)
         self.post_attention_layernorm = make_norm()
-        self.mlp = Mlp(config)
+        self.mlp = make_mlp()
         self.norm = make_norm()
         self.later = nn.ModuleList(
-            LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1)
+            LaterLayer(config, attention, settings.window, make_mlp)
+            for _ in range(settings.num_layers - 1)
         )
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
         self.rotary = make_rotary(config)

@@ -55,7 +55,7 @@ class UnrolledEagle(EagleDrafter):
         runs = [Run(self, rows, batch.length, self.num_steps, extra=2 * width)]
         if rows < batch.tokens:
             inputs = nn.ModuleList([self.fc, self.input_layernorm, self.hidden_norm])
-            inputs.extend([self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj])
+            inputs.extend(self.self_attn.input_linears)
             first = self if self.num_layers > 1 else inputs
             mask = rows / batch.texts * batch.length if rows <= batch.texts * MASKED_ROWS else 0
             runs = [

@@ -148,6 +148,15 @@ class Attention(WeightBlock):
         """
         return self._join_heads(attend(*self._rotate_qkv(x, rope)))
 
+    @property
+    def input_linears(self) -> list[nn.Linear]:
+        """Return the linears that read the inputs."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def init_self(self) -> None:
+        """Let heads attend to their own position at first."""
+        init_self_attention(self)
+
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
         D].
