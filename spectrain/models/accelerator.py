@@ -8,7 +8,6 @@ own by an entry point in the group spectrain.accelerator. Single operations are 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +78,15 @@ class Accelerator:
         return None
 
 
-@cache
+_accelerators: list[Accelerator] = []
+"""What `accelerator` has found. torch.compile reads through functools.cache, into the list of
+installed packages, which it cannot compile.
+"""
+
+
 def accelerator() -> Accelerator:
     """Return the accelerator of the first installed package that has one, or the default."""
-    installed = [make() for make in load_entry_points("accelerator")]
-    return installed[0] if installed else Accelerator()
+    if not _accelerators:
+        _accelerators.extend(make() for make in load_entry_points("accelerator"))
+        _accelerators.append(Accelerator())
+    return _accelerators[0]

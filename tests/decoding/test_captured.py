@@ -35,6 +35,8 @@ from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
+from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.models.accelerator import Accelerator, accelerator
 from spectrain.models.compiled_layers import compile_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -324,6 +326,19 @@ def test_compiled_rounds_equal_the_loop(
         )
         assert len(engine.states) == 2
         assert counters["stats"]["unique_graphs"] == models + at_once
+
+
+def test_compiled_code_may_ask_for_what_packages_bring() -> None:
+    """Neither the accelerator nor a kernel of a CPU cuts compiled code in two."""
+    torch._dynamo.reset()
+
+    def add_one(x: Tensor) -> Tensor:
+        is_known = isinstance(accelerator(), Accelerator)
+        return x + 1 if is_known and run_on_cpu("any operation", x) is None else x
+
+    accelerator()
+    compiled = torch.compile(add_one, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
 
 
 def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:

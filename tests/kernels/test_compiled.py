@@ -125,6 +125,7 @@ def test_combine_kernel_fits_sm90(head_size: int, splits: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256, 512])
@@ -135,6 +136,7 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("group", [7, 10])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
