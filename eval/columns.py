@@ -71,17 +71,12 @@ def format_identical(lossless: Entry) -> str:
     """Format how many answers equal their reference, or what the check of the distribution found;
     "not checked" if nothing was compared.
     """
+    if lossless["checked"] and lossless["identical"] is not None:
+        return f"{lossless['identical']} of {lossless['checked']}"
     if not is_declared_lossless(lossless):
         return "lossy"
-    if (distribution := lossless.get("distribution")) and lossless["identical"] is None:
-        return {"same": "in distribution", "different": "DIFFERENT"}.get(
-            distribution["verdict"], "not checked"
-        )
-    return (
-        f"{lossless['identical']} of {lossless['checked']}"
-        if lossless["checked"]
-        else "not checked"
-    )
+    verdict = str((lossless.get("distribution") or {}).get("verdict"))
+    return {"same": "in distribution", "different": "DIFFERENT"}.get(verdict, "not checked")
 
 
 def format_milliseconds(value: float) -> str:
