@@ -26,6 +26,7 @@ from spectrain.errors import UserError
 from spectrain.eval import metrics
 from spectrain.eval.axes.load import TimeTable, simulate_policies
 from spectrain.eval.axes.points import Axis, AxisPoint, Batch, find_crossover, measure_point
+from spectrain.eval.axes.schedule import simulate_schedule
 from spectrain.eval.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
 from spectrain.eval.context import ContextFiller, parse_length
 from spectrain.eval.extensions import EvalExtension, Results
@@ -34,6 +35,7 @@ from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain
 
 CONTEXT_LENGTHS = ("512", "1k", "2k", "4k", "8k")
 """Lengths of eval.sweep=context without eval.context, as far as the target's context goes."""
@@ -146,7 +148,12 @@ class BatchSweep(AxisSweep):
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
         timed = self.measure_sizes(results, results.turns[results.systems[0].name])
         yield from (point for point, _ in timed.values())
-        self.load = simulate_policies(make_time_table(timed), self.bound_ms)
+        table = make_time_table(timed)
+        self.load = simulate_policies(table, self.bound_ms)
+        builder = results.systems[0].builder
+        # Engines draft chains, and their schedule is of a drafter that always drafts.
+        if isinstance(builder, Chain) and not builder.decides_length:
+            self.load["schedule"] = simulate_schedule(table, builder.depth, self.bound_ms)
 
     def measure_sizes(
         self, results: Results, texts: Sequence[Turn]

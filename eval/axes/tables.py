@@ -191,7 +191,23 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
             f"drafting {describe_stop(load, 'stop')}, and has no less goodput within "
             f"{load['bound_ms']:g} ms {describe_stop(load, 'stop_goodput')}."
         )
+        if "schedule" in load:
+            yield describe_schedule(load["schedule"])
     yield from axis["left_out"]
+
+
+def describe_schedule(schedule: dict[str, Any]) -> str:
+    """Say how many tokens to draft with how many texts, and what that gains over a fixed length."""
+    lengths = ", ".join(
+        f"{length} with {first if first == last else f'{first} to {last}'} texts"
+        for first, last, length in schedule["ranges"]
+    )
+    gains = schedule["gains"]
+    return (
+        f"Draft tokens by measured times: {lengths}; at the simulated rates, always "
+        f"{schedule['num_tokens']} take {min(gains):.2f} to {max(gains):.2f} times the time per "
+        "token of this schedule."
+    )
 
 
 def describe_stop(load: dict[str, Any], key: str) -> str:

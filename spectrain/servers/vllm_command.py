@@ -32,6 +32,7 @@ def drafting_config(
     config |= {
         "num_speculative_tokens": drafter.num_tokens,
         **({"parallel_drafting": True} if drafter.is_parallel else {}),
+        **drafter.options,
     }
     if acceptance_rates:
         rates = round_rates(acceptance_rates)

@@ -231,6 +231,8 @@ def test_sweeps_are_decoded_and_written(
     )
     axis = summary["axis"]
     assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
+    assert axis["load"]["schedule"]["ranges"][0][0] == 1
+    assert "Draft tokens by measured times: " in (folder / "axis.md").read_text()
     assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
     assert all(point["identical"] == point["checked"] for point in axis["points"])
     assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (

@@ -1,0 +1,98 @@
+"""Draft tokens by the number of texts: the choice, its ranges, and the card that shows them."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spectrain.cli.export import export_command
+from spectrain.eval.axes.load import TimeTable
+from spectrain.eval.axes.schedule import (
+    cut_lengths,
+    estimate_seconds,
+    list_ranges,
+    make_schedule,
+    simulate_schedule,
+)
+from spectrain.models.target import Target
+from tests.export.test_converter import ours
+
+TOKENS = 3
+# With one text a round costs little more than a step, with eight four times as much.
+TABLE = TimeTable(
+    {1: 0.010, 8: 0.012},
+    {1: 0.0112, 8: 0.048},
+    {1: [0.4, 0.3, 0.2, 0.1]},
+    0.001,
+    [41],
+)
+
+
+def test_the_ends_are_what_was_measured() -> None:
+    for num_texts in (1, 8):
+        steps = [estimate_seconds(TABLE, num_texts, length, TOKENS) for length in range(TOKENS + 1)]
+        assert (steps[0], steps[-1]) == (
+            TABLE.step_seconds[num_texts],
+            pytest.approx(TABLE.round_seconds[num_texts]),
+        )
+        assert np.allclose(np.diff(steps, 2), 0)
+    means = [np.dot(cut_lengths(TABLE, 1, k), range(1, k + 2)) for k in range(TOKENS + 1)]
+    assert means == pytest.approx([1.0, 1.6, 1.9, TABLE.mean_round(1)])
+
+
+def test_every_number_of_texts_has_its_fastest_length() -> None:
+    lengths = make_schedule(TABLE, TOKENS)
+    assert lengths[0] == TOKENS and lengths[-1] == 0 and len(lengths) == 8
+    assert lengths == sorted(lengths, reverse=True)
+    for num_texts, chosen in enumerate(lengths, start=1):
+        rates = [
+            np.dot(cut_lengths(TABLE, num_texts, length), range(1, length + 2))
+            / estimate_seconds(TABLE, num_texts, length, TOKENS)
+            for length in range(TOKENS + 1)
+        ]
+        assert rates[chosen] == max(rates)
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 3, 1, 1, 0], [0, 2, 2, 0]])
+def test_ranges_cover_every_number_once(lengths: list[int]) -> None:
+    ranges = list_ranges(lengths)
+    assert [length for first, last, length in ranges for _ in range(first, last + 1)] == lengths
+    assert ranges[0][0] == 1
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
+    assert all(before[2] != after[2] for before, after in pairwise(ranges))
+
+
+def test_the_schedule_is_as_fast_as_a_fixed_length_and_faster_under_load() -> None:
+    result = simulate_schedule(TABLE, TOKENS, 50.0, num_requests=80)
+    assert result["ranges"] == list_ranges(make_schedule(TABLE, TOKENS))
+    assert min(result["gains"]) > 0.97 and result["gains"][-1] > 1.2
+
+
+def test_the_card_has_vllms_command(tiny: Target, tmp_path: Path) -> None:
+    """A sweep of the run gives the card a command with its ranges."""
+    drafter = ours(tmp_path / "run" / "drafter", tiny, "eagle3", vocab_size=64)
+    out = export_command(str(drafter.parent), "vllm", str(tmp_path / "plain"))
+    assert "Draft tokens by load" not in (out / "README.md").read_text()
+    folder = tmp_path / "run" / "eval" / "batch"
+    folder.mkdir(parents=True)
+    schedule = simulate_schedule(TABLE, TOKENS, 50.0, num_requests=20)
+    summary = json.loads(SUMMARY) | {"axis": {"load": {"schedule": schedule}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    out = export_command(str(drafter.parent), "vllm", str(tmp_path / "out"))
+    card = (out / "README.md").read_text()
+    ranges = json.dumps(schedule["ranges"])
+    assert f'"num_speculative_tokens_per_batch_size": {ranges}' in card
+    assert "the evaluation batch measured" in card.lower()
+
+
+SUMMARY = json.dumps(
+    {
+        "setting": {},
+        "acceptance_length": {"pooled": 1.5, "ci95": None},
+        "speedup": {"ratio": 1.1, "ci95": None, "quotable": True, "reason": None},
+        "lossless": {"lossless": True, "checked": 0},
+        "tree": {"name": "chain", "depth": 3},
+    }
+)
