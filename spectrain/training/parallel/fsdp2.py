@@ -72,12 +72,10 @@ class FullyShardedStrategy(ReplicatedStrategy):
                 "nothing would be sharded; use zero2, zero3 or ddp"
             )
         total = sum(parameter.numel() for parameter in parameters)
-        num_local = sum(
-            parameter.to_local().numel()
-            for parameter in parameters
-            if isinstance(parameter, DTensor)
-        )
-        if self.num_processes > 1 and not 0 < num_local < total:
+        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        num_local = sum(parameter.to_local().numel() for parameter in sharded)
+        # A process may hold nothing of a few rows.
+        if self.num_processes > 1 and (not sharded or num_local == total):
             raise RunError(
                 f"trainer.sharding=fsdp2: this process holds {num_local} of {total} parameters, "
                 "so nothing was sharded"
