@@ -482,14 +482,14 @@ def describe_distribution(lossless: Summary) -> Iterator[str]:
             f"text at least {check['total_variation']:.3f} (95 % {low:.3f} to {high:.3f})."
         )
     else:
-        seen = ""
+        power = ""
         if check["visible_distance"] is not None:
-            seen = (
+            power = (
                 f"; a total variation of {check['visible_distance']:.2f} would have been seen with "
                 f"a chance of {check['power']:.0%}"
             )
         yield (
-            f"Distribution the same as the target's: {compared}; {tests}{seen}. False alarms: "
+            f"Distribution the same as the target's: {compared}; {tests}{power}. False alarms: "
             f"{check['false_alarms']:.1%} of scores."
         )
     if not check["drafted_rounds"]:

@@ -67,9 +67,9 @@ def decide_promotion(
     reason = find_objection(new, old, tolerance)
     if reason is not None:
         return PromotionProof(new, old, False, reason)
-    kept = "" if old is None else f"; old has {old.gain:+.1%}"
+    comparison = "" if old is None else f"; old has {old.gain:+.1%}"
     return PromotionProof(
-        new, old, True, f"new traffic gains {new.gain:+.1%}, at least {new.low:+.1%}{kept}"
+        new, old, True, f"new traffic gains {new.gain:+.1%}, at least {new.low:+.1%}{comparison}"
     )
 
 

@@ -305,10 +305,10 @@ def children_case(
         tokens, tokens - 1, -torch.rand(batch, frontier + 1, device=device)
     )
     ids = torch.randperm(vocab, device=device)
-    places = torch.arange(frontier, device=device).expand(batch, -1).contiguous()
+    nodes_before = torch.arange(frontier, device=device).expand(batch, -1).contiguous()
     outputs: list[dict[str, Tensor]] = []
     for append in (append_children.append_children, append_children.append_children_reference):
-        grown = append(logits, width, ids, places, nodes)
+        grown = append(logits, width, ids, nodes_before, nodes)
         outputs.append(grown._asdict())
     actual, expected = outputs
     return KernelOutcome(actual, expected, append_children.can_append(device, width))

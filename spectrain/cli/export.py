@@ -231,7 +231,7 @@ def quantize_checked(
         "choice": quantization.choice,
         "stored": quantization.about,
         "tensors": len(names),
-        "kept": quantization.kept_modules,
+        "kept": quantization.excluded_modules,
         "tolerance": quantization.tolerance,
         "readers": list_quantized_readers(layout, quantization.choice, quantization.fc),
         **loss.to_json(),

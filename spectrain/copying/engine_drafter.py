@@ -31,8 +31,8 @@ class TextState:
 
     def continues(self, tokens: np.ndarray) -> bool:
         """Tell whether these tokens begin with the text."""
-        known = self.index.tokens
-        return len(known) < len(tokens) and bool(np.array_equal(tokens[: len(known)], known))
+        read = self.index.tokens
+        return len(read) < len(tokens) and bool(np.array_equal(tokens[: len(read)], read))
 
 
 class CopyingDrafter:
@@ -103,10 +103,10 @@ class CopyingDrafter:
         occurrences = index.find_occurrences(self.depth, self.matches)
         copies = [Copies.from_occurrences(occurrences, self.depth)]
         if self.store is not None:
-            found = self.store.find_continuations(
+            continuations = self.store.find_continuations(
                 index.tokens, self.depth, self.matches, self.enough
             )
-            copies.append(Copies(*found))
+            copies.append(Copies(*continuations))
         # The chain's nodes and the root.
         return Proposal.from_copies(copies, MIN_SHARE / (self.depth + 1))
 

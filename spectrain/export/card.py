@@ -182,14 +182,14 @@ def describe_loss(content: Mapping[str, Any] | None) -> list[str]:
     """Return sentences on what was rounded, what it cost, and which engines read it."""
     assert content is not None
     rate = content["tokens_per_forward"]
-    kept = f", all but {' and '.join(content['kept'])}" if content["kept"] else ""
+    rest = f", all but {' and '.join(content['kept'])}" if content["kept"] else ""
     inputs = (
         " The engine also rounds the inputs of these products, which this score does not."
         if "inputs" in content["stored"]
         else ""
     )
     return [
-        f"quantize={content['choice']}: {content['stored']} ({content['tensors']} matrices{kept}), "
+        f"quantize={content['choice']}: {content['stored']} ({content['tensors']} matrices{rest}), "
         f"in the form of compressed-tensors, which {' and '.join(content['readers'])} read.",
         f"Decoded with the rounded weights, a chain of {content['num_tokens']} gives "
         f"{rate['after']:.2f} tokens per forward and {rate['before']:.2f} before "

@@ -93,14 +93,14 @@ class WeightQuantization:
         )
 
     @property
-    def kept_modules(self) -> list[str]:
+    def excluded_modules(self) -> list[str]:
         """The modules that keep their weights although an engine could read them quantized."""
         return ([] if self.head else [HEAD_MODULE]) + ([] if self.fc else [FUSION_MODULE])
 
     @property
     def ignore_patterns(self) -> list[str]:
         """The modules that keep their weights, as patterns of the library."""
-        return [f"re:.*\\b{module}$" for module in self.kept_modules]
+        return [f"re:.*\\b{module}$" for module in self.excluded_modules]
 
     def make_scheme(self, shapes: Mapping[str, torch.Size]) -> Any:
         """Return the library's scheme for matrices of these shapes by name."""

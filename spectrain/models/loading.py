@@ -168,7 +168,7 @@ def check_device(device: str) -> None:
 
 
 def build_meta_network(
-    model: str, config: Any, place: str, sharding: Sharding, **options: Any
+    model: str, config: Any, device: str, sharding: Sharding, **options: Any
 ) -> Any:
     """Build the model of a configuration without weights, for planning."""
     with torch.device("meta"):
@@ -184,7 +184,7 @@ def check_blocks(device: str) -> None:
         )
 
 
-def read_block_network(gguf: Path, *place: Any, **options: Any) -> Any:
+def read_block_network(gguf: Path, *arguments: Any, **options: Any) -> Any:
     """Return the model of a GGUF file, whose weights stay in their blocks, with the arguments of a
     network loader.
     """
@@ -194,14 +194,14 @@ def read_block_network(gguf: Path, *place: Any, **options: Any) -> Any:
     return network
 
 
-def plan_block_network(gguf: Path, *place: Any, **options: Any) -> Any:
+def plan_block_network(gguf: Path, *arguments: Any, **options: Any) -> Any:
     """Build the model of a GGUF file without weights, for planning, whose parameters say how many
     bytes their blocks take.
     """
     from .gguf_header import read_gguf_header
     from .gguf_weights import count_block_bytes, match_tensors
 
-    network = build_meta_network(*place, **options)
+    network = build_meta_network(*arguments, **options)
     parameters = dict(network.named_parameters())
     stored = match_tensors(read_gguf_header(gguf), network, "target.model")
     for name, tensor in stored.items():

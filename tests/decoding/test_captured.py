@@ -332,12 +332,12 @@ def test_compiled_code_may_ask_for_what_packages_bring() -> None:
     """Neither the accelerator nor a kernel of a CPU cuts compiled code in two."""
     torch._dynamo.reset()
 
-    def add_one(x: Tensor) -> Tensor:
-        is_known = isinstance(accelerator(), Accelerator)
-        return x + 1 if is_known and run_on_cpu("any operation", x) is None else x
+    def increment(x: Tensor) -> Tensor:
+        is_default = isinstance(accelerator(), Accelerator)
+        return x + 1 if is_default and run_on_cpu("any operation", x) is None else x
 
     accelerator()
-    compiled = torch.compile(add_one, backend="eager", fullgraph=True)
+    compiled = torch.compile(increment, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
 
 
