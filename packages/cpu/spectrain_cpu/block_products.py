@@ -57,7 +57,9 @@ from .vectors import (
 LINE = 64  # bytes of a vector
 # Rows whose sums fit in the registers, of which AVX-512 has 32 and AVX2 has 16 of half the size.
 MAX_TILE_ROWS = 8 if torch.cpu._is_avx512_supported() else 2
-FETCH_AHEAD = 8 * 1024  # bytes
+# Bytes that are fetched ahead, into the second-level cache: rows fill the first. A single row of
+# Q4_K reads its weights 1.3 times as fast as with 8 KB into the first (EPYC, a busy machine).
+FETCH_AHEAD = 32 * 1024
 # A rounded block of a row: 32 integers of 16 bits, then in float32 their scale, their sum, and the
 # sums of their halves.
 RECORD_BYTES = 2 * BLOCK + 16
@@ -140,7 +142,7 @@ class BlockTile:
     def _fetch(self, address: Any) -> None:
         step = self.format.block_bytes + self.format.group_bytes // self.format.group_blocks
         for line in range(-(-step // LINE)):
-            emit_fetch(self.builder, self.builder.add(address, WIDE(LINE * line)), 3)
+            emit_fetch(self.builder, self.builder.add(address, WIDE(LINE * line)), 2)
 
     def _load_halves(self, numbers: Any, index: int) -> Any:
         """Return 16 float16 numbers of a group as float32."""
