@@ -333,8 +333,8 @@ def test_compiled_code_may_ask_for_what_packages_bring() -> None:
     torch._dynamo.reset()
 
     def add_one(x: Tensor) -> Tensor:
-        is_known = isinstance(accelerator(), Accelerator)
-        return x + 1 if is_known and run_on_cpu("any operation", x) is None else x
+        has_accelerator = isinstance(accelerator(), Accelerator)
+        return x + 1 if has_accelerator and run_on_cpu("any operation", x) is None else x
 
     accelerator()
     compiled = torch.compile(add_one, backend="eager", fullgraph=True)
