@@ -332,12 +332,12 @@ def test_compiled_code_may_ask_for_what_packages_bring() -> None:
     """Neither the accelerator nor a kernel of a CPU cuts compiled code in two."""
     torch._dynamo.reset()
 
-    def add_one(x: Tensor) -> Tensor:
+    def increment(x: Tensor) -> Tensor:
         has_accelerator = isinstance(accelerator(), Accelerator)
         return x + 1 if has_accelerator and run_on_cpu("any operation", x) is None else x
 
     accelerator()
-    compiled = torch.compile(add_one, backend="eager", fullgraph=True)
+    compiled = torch.compile(increment, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
 
 
