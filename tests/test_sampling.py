@@ -91,7 +91,7 @@ def test_the_cover_has_every_pair() -> None:
     assert covered == cover_pairs(CASES[:1] + CASES[:0:-1], sampled)
 
 
-def test_the_cover_of_at_most_two_parameters_is_the_whole() -> None:
+def test_the_cover_of_at_most_two_parameters_leaves_nothing_out() -> None:
     for keys in (("size",), ("size", "tree")):
         cases = [(name, {key: values[key] for key in keys}) for name, values in CASES]
         distinct = {tuple(values.values()) for _, values in cases}

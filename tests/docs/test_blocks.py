@@ -59,7 +59,7 @@ def check_output(body: str) -> None:
 
 
 def test_every_block_names_its_language() -> None:
-    assert {language for _, language, _ in BLOCKS} <= {"sh", "python", "json", "yaml", "text"}
+    assert {language for _, language, _ in BLOCKS} <= {"sh", "python", "json", "toml", "yaml", "text"}
     # A fence within a list is no block to the tests.
     assert not [name for name, text in DOCUMENTS.items() if re.search(r"^[ \t]+```", text, re.M)]
 
@@ -72,6 +72,16 @@ def test_blocks_of_data_and_output(language: str, check: Callable[[str], None]) 
     assert bodies
     for body in bodies:
         check(body)
+
+
+def test_projects_of_packages_are_toml() -> None:
+    """An entry point of a documented package is one that spectrain reads."""
+    tomllib = pytest.importorskip("tomllib", reason="Python reads toml from 3.11 on")
+    bodies = [body for _, language, body in BLOCKS if language == "toml"]
+    assert bodies
+    for body in bodies:
+        groups = tomllib.loads(body)["project"]["entry-points"]
+        assert all(f"`{group}`" in DOCUMENTS["docs/adding.md"] for group in groups)
 
 
 def test_settings_files_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
