@@ -333,13 +333,8 @@ def test_compiled_code_may_ask_for_what_packages_bring() -> None:
     torch._dynamo.reset()
 
     def increment(x: Tensor) -> Tensor:
-<<<<<<< HEAD
         is_default = isinstance(accelerator(), Accelerator)
         return x + 1 if is_default and run_on_cpu("any operation", x) is None else x
-=======
-        has_accelerator = isinstance(accelerator(), Accelerator)
-        return x + 1 if has_accelerator and run_on_cpu("any operation", x) is None else x
->>>>>>> n1
 
     accelerator()
     compiled = torch.compile(increment, backend="eager", fullgraph=True)

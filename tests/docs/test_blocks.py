@@ -59,7 +59,14 @@ def check_output(body: str) -> None:
 
 
 def test_every_block_names_its_language() -> None:
-    assert {language for _, language, _ in BLOCKS} <= {"sh", "python", "json", "toml", "yaml", "text"}
+    assert {language for _, language, _ in BLOCKS} <= {
+        "sh",
+        "python",
+        "json",
+        "toml",
+        "yaml",
+        "text",
+    }
     # A fence within a list is no block to the tests.
     assert not [name for name, text in DOCUMENTS.items() if re.search(r"^[ \t]+```", text, re.M)]
 
