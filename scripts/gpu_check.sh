@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
-# What only a GPU can tell: whether the kernels are right and how near their floors they come, what the engine reaches at 8B
-# size, and EAGLE-3 on SmolLM2, trained and scored in bf16 with T = 7 and the whole embedded set.
-# Minutes: kernels 7; engine 15 (counts and identity 1, single 6, batched 6, training 2); families 3: 25 in all. More where
-# there is time: train 9, score 5, bench 5.
+# What only a GPU can tell: whether the kernels are right and how near their floors they come, what the engine reaches at 135M,
+# 1.5B and 8B size, and EAGLE-3 on SmolLM2, trained and scored in bf16 with T = 7 and the whole embedded set.
 #
+#   OUT=lab/results bash scripts/gpu_check.sh first [toy]
 #   OUT=lab/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|tuning|divergence] [toy]
-#   OUT=lab/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
+#   OUT=lab/results MODEL=1.5b bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
 #   OUT=lab/results bash scripts/gpu_check.sh online [toy]
 #   RUNS="DIR ..." OUT=lab/results bash scripts/gpu_check.sh families
 #   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh bench|train|score
 #   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh scale [toy]
 #
+# first runs, one after another, what only a card can tell: every kernel against float64, captured rounds against the loop, the
+# table of tree attention, rounds of one text at 135M, 1.5B and 8B, a training step, the fused losses, rounds of several texts,
+# and the search for better tiles. It ends after 530 seconds, and the same call again goes on where it ended. It needs torch,
+# triton, rich, transformers and peft alone; a test refuses every other package.
 # kernels, without a name all five, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
-# is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
-# they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
-# transformers and peft too; the others need what spectrain needs.
+# is left; the same call again goes on. So does engine, with $OUT/engine.json (engine-1.5b.json for MODEL=1.5b), 6 minutes and
+# what the last row takes. Each row is written as soon as it is measured. With toy they take seconds, on any machine, to see
+# that every line of them runs. kernels needs torch, triton and rich, engine transformers and peft too; the others need what
+# spectrain needs, whose wheels `python -m scripts.travelling_wheels` names.
 # scale trains in every way to share parameters (DDP, FSDP2, ZeRO-2, ZeRO-3; with several GPUs a spread and a cut target too),
 # started through accelerate, beside one plain process.
 # online takes 3 minutes: peak memory of an EAGLE-3 step with its target at 8B size, planned beside measured, in $OUT/online.json.
@@ -29,18 +33,20 @@ OUT=${OUT:-lab/results}
 RUN=${RUN:-runs/gpu-eagle3-smollm2}
 EPOCHS=${EPOCHS:-30} # ten times the CPU budget and more: all conversations, T = 7
 PYTHON=${PYTHON:-python3}
+MODEL=${MODEL:-8b}
+END=$((SECONDS + ${LIMIT:-530})) # of kernels, engine and first
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET SPECTRAIN_KERNELS
 mkdir -p "$OUT"
 
-# One command in up to three processes, 530 seconds together: what ends one of them is noted in its file, and the next goes on.
+# One command in up to three processes, until END: what ends one of them is noted in its file, and the next goes on.
 tries() {
-  local code=0 end=$((SECONDS + 530))
+  local code=0
   for _ in 1 2 3; do
     code=0
-    timeout $((end - SECONDS)) "$@" || code=$?
+    timeout $((END - SECONDS)) "$@" || code=$?
     case $code in 0 | 124) return 0 ;; 2) return 2 ;; esac
-    [ $((end - SECONDS)) -gt 60 ] || break
+    [ $((END - SECONDS)) -gt 60 ] || break
   done
   return "$code"
 }
@@ -65,10 +71,35 @@ kernels() {
 
 # The engine needs transformers and peft besides.
 engine() {
-  local out="$OUT/engine.json" toy=false
+  local name=engine toy=false
   [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
-  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=true; fi
-  try_and_report "$PYTHON" -m lab.benchmarks.engine part="$1" out="$out" toy="$toy" seconds=360 target="${TARGET:-null}"
+  [ "$MODEL" = 8b ] || name="engine-$MODEL"
+  if [ "${2:-}" = toy ]; then name="$name-toy" toy=true; fi
+  try_and_report "$PYTHON" -m lab.benchmarks.engine part="$1" out="$OUT/$name.json" toy="$toy" seconds=360 \
+    model="$MODEL" target="${TARGET:-null}"
+}
+
+# A part that fails leaves its rows, and the next one runs.
+first() {
+  local code=0
+  next_part kernels correctness "$@" || code=$?
+  next_part engine identity "$@" || code=$?
+  next_part kernels table "$@" || code=$?
+  MODEL=135m next_part engine single "$@" || code=$?
+  MODEL=1.5b next_part engine single "$@" || code=$?
+  next_part engine single "$@" || code=$?
+  next_part engine training "$@" || code=$?
+  next_part kernels divergence "$@" || code=$?
+  next_part engine batched "$@" || code=$?
+  next_part engine counts "$@" || code=$?
+  next_part kernels tuning "$@" || code=$?
+  return "$code"
+}
+
+# A part, if there is time to begin it.
+next_part() {
+  [ $((END - SECONDS)) -gt 30 ] || { echo "gpu_check.sh first: no time is left for $*; run it again"; return 0; }
+  "$@"
 }
 
 online() {
@@ -113,6 +144,7 @@ bench() {
 }
 
 case "$PART" in
+  first) first "${@:2}" ;;
   kernels) kernels "${@:2}" ;;
   engine) engine "${@:2}" ;;
   online) online "${@:2}" ;;
@@ -121,5 +153,5 @@ case "$PART" in
   score) score ;;
   bench) bench ;;
   scale) scale "${@:2}" ;;
-  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, online, families, bench, train, score or scale" >&2; exit 2 ;;
+  *) echo "gpu_check.sh: $PART is no part; use first, kernels, engine, online, families, bench, train, score or scale" >&2; exit 2 ;;
 esac

@@ -46,7 +46,7 @@ from . import identity, rounds, training
 from .command import run_benchmark
 from .identity import FAMILIES, identity_row, target_loaders
 from .measure import sample_shuffled, summarize_times
-from .models import ModelGeometry, build_meta_target, random_drafter, random_target
+from .models import MODELS, ModelGeometry, build_meta_target, random_drafter, random_target
 from .rounds import (
     BenchFixture,
     FixedTreeDrafter,
@@ -71,6 +71,7 @@ from .training import training_row
 ROUND_MODULES = decode, generation, context, base
 """The modules whose code every round runs, whatever the drafter."""
 
+ModelSize = Literal["8b", "1.5b", "135m"]
 EnginePart = Literal["all", "counts", "identity", "single", "batched", "training"]
 
 
@@ -138,6 +139,8 @@ class EngineBench(Bench):
     part: EnginePart = "all"
     # JSON file of the results; rows that it holds are not measured again unless their code changed.
     out: str = "lab/results/engine.json"
+    # Size of the target with random weights: 8b, 1.5b or 135m; goals are those of 8b.
+    model: ModelSize = "8b"
     # Whether to run every line at a small size, on any machine; the numbers then mean nothing.
     toy: bool = False
     # Seconds after which no new row is begun; the slowest row may take two minutes more, most of it
@@ -154,10 +157,13 @@ class EngineBench(Bench):
 
     @property
     def sizes(self) -> EngineSizes:
-        return TOY if self.toy else EngineSizes()
+        return TOY if self.toy else EngineSizes(MODELS[self.model])
 
     def goal_values(self) -> dict[str, float]:
-        return {} if self.toy else engine_goal_values(self.results.rows, self.sizes.priority_rows())
+        has_goals = not self.toy and self.model == "8b"
+        if not has_goals:
+            return {}
+        return engine_goal_values(self.results.rows, self.sizes.priority_rows())
 
     def plan_measurements(self) -> Iterator[Measurement]:
         yield from self.plan_ceilings()

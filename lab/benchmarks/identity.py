@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spectrain.config.choices import load_constructor
+from spectrain.config.choices import list_constructors, load_constructor
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
@@ -29,13 +29,14 @@ FAMILIES: dict[str, DrafterFactory] = {
         Medusa(target, num_heads=3, vocab_size=1024),
         Static(paths=[[0], [1], [0, 0], [0, 1]]),
     ),
-    "hydra eagle2": lambda target: (
-        load_constructor("drafter", "hydra")(target, num_heads=3, vocab_size=1024),
-        Eagle2(3, 10, 3),
-    ),
     "causal chain": lambda target: (Causal(target, num_layers=2), Chain(3)),
     "pard chain": lambda target: (Pard(target, num_drafts=4, num_layers=2), Chain(4)),
 }
+if "hydra" in list_constructors("drafter"):
+    FAMILIES["hydra eagle2"] = lambda target: (
+        load_constructor("drafter", "hydra")(target, num_heads=3, vocab_size=1024),
+        Eagle2(3, 10, 3),
+    )
 """Untrained drafters: some of their drafts are accepted, most are not, and neither may change
 the answer.
 """

@@ -38,6 +38,14 @@ class ModelGeometry:
     context: int = 131072
 
 
+MODELS = {
+    "8b": ModelGeometry(),
+    "1.5b": ModelGeometry(28, 1536, 8960, 12, 2, 128, 151936, 32000, 32768),
+    "135m": ModelGeometry(30, 576, 1536, 9, 3, 64, 49152, 32000, 8192),
+}
+"""Geometries by size: of Llama-3.1-8B, Qwen2.5-1.5B and SmolLM2-135M."""
+
+
 def random_network(model: ModelGeometry, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a Llama whose weights are drawn on the device."""
     config = LlamaConfig(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,10 @@ def _load_mapping(path: Path) -> dict[str, Any]:
 
 def load_constructor(group: str, name: str) -> Any:
     """Import the constructor of a choice that ships with this package or an installed one."""
-    from hydra.utils import get_object
-
     path = list_constructors(group).get(name)
     assert path is not None, f"no {group}/{name}.yaml names a constructor"
-    return get_object(path)
+    module, _, constructor = path.rpartition(".")
+    return getattr(import_module(module), constructor)
 
 
 def find_choice(group: str, target: str) -> str | None:

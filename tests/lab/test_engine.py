@@ -3,7 +3,6 @@ follow from the times.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -489,36 +488,3 @@ def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "argv", words)
     run_benchmark(EngineBench)
     assert {name.split("/")[0] for name in read_json(path)["rows"]} == {"ceilings", "counts"}
-
-
-@pytest.mark.slow
-def test_gpu_check_runs_without_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script measures the engine at toy size where torch, transformers and peft are all that
-    can be imported.
-    """
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    missing = ("hydra", "omegaconf", "pydantic", "datasets", "gguf", "wandb")
-    (hidden / "sitecustomize.py").write_text(
-        f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n"
-    )
-    root = Path(rounds.__file__).parents[1]
-    for key, value in {
-        "PYTHONPATH": f"{hidden}:{root}",
-        "PYTHON": sys.executable,
-        "OUT": str(tmp_path / "out"),
-    }.items():
-        monkeypatch.setenv(key, value)
-    script = ["bash", str(root / "scripts" / "gpu_check.sh")]
-    ran = subprocess.run(
-        [*script, "engine", "counts", "toy"], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert len(read_json(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(
-        TOY.tree_builders()
-    )
-    assert "not measured" in (tmp_path / "out" / "report.md").read_text()
-    for words in (["engine"], ["families"]):
-        assert subprocess.run([*script, *words], capture_output=True, check=False).returncode == 2
