@@ -34,8 +34,13 @@ def sequence_generator(purpose: int, seed: int, tokens: Tensor, step: int) -> to
 
     The draws are the same however sequences are batched, and on any process.
     """
-    length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0
-    return keyed_generator(purpose, seed, zlib.crc32(tokens[:length].cpu().numpy().tobytes()), step)
+    text = tokens[: unpadded_length(tokens)]
+    return keyed_generator(purpose, seed, zlib.crc32(text.cpu().numpy().tobytes()), step)
+
+
+def unpadded_length(tokens: Tensor) -> int:
+    """Return the number of tokens [T] of a text before its padding."""
+    return int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0
 
 
 def gumbel_noise(shape: tuple[int, ...], source: torch.Generator) -> Tensor:

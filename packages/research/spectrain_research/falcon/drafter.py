@@ -35,7 +35,7 @@ from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.randomness import ANCHORS, NOISE, sequence_generator
+from spectrain.randomness import ANCHORS, NOISE, sequence_generator, unpadded_length
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.on_policy import find_on_policy
@@ -264,9 +264,11 @@ class Falcon(VocabularyDrafter):
         rows = []
         for wrong, (text, _) in zip(batch.split_values(drafted != tokens), batch.split_documents()):
             source = sequence_generator(NOISE, self.seed, text, step)
-            count = int(self.glance * int(wrong.sum()))
+            # No token of the text follows its last entry.
+            num_entries = max(0, unpadded_length(text) - 1)
+            count = int(self.glance * int(wrong[:num_entries].sum()))
             glanced = torch.zeros(len(text), dtype=torch.bool)
-            glanced[torch.randperm(len(text), generator=source)[:count]] = True
+            glanced[torch.randperm(num_entries, generator=source)[:count]] = True
             rows.append(glanced)
         glances = pad_or_pack(rows, batch.lengths is not None).to(tokens.device)
         return torch.where(glances[..., None], final, predicted), torch.where(
