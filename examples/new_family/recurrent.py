@@ -21,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+from spectrain.models.weight_block import OutputLayer
 from spectrain.trees.rollout import Draft, Rollout
 
 
@@ -53,7 +54,7 @@ class Recurrent(VocabularyDrafter):
         self.cell = nn.GRUCell(width, width)
         self.mix = nn.Linear(2 * width, width)
         self.out = nn.Linear(width, width, bias=False)
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.lm_head = OutputLayer(width, vocab_size, bias=False)
         self.add_vocabulary(vocab_size, target.head.vocab_size)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:

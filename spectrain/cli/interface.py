@@ -41,6 +41,7 @@ from spectrain.runs.server_scores import score_in_engine, score_server
 from spectrain.trees import TreeBuilder
 
 from .export import write_card
+from .help import COMMANDS
 from .locate import locate_drafter
 from .overrides import allow_new_keys, check_words, list_config_groups
 from .results import EvalResult, TrainResult
@@ -130,7 +131,8 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
     )
     check_words(command, words)
     groups = list_config_groups(words)
-    config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
+    name = COMMANDS[command].config or command
+    config = compose(name, overrides=[allow_new_keys(word, groups) for word in words])
     if "recipe" in settings:
         with open_dict(config):
             config.recipe_name = settings["recipe"]

@@ -122,6 +122,27 @@ def try_divergence(device: Any) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
+def try_children(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels.append_children import (
+        Nodes,
+        append_children,
+        append_children_reference,
+    )
+
+    logits = torch.randn(2, 3, 50, device=device)
+    tokens = torch.tensor([[5, 3, 7, 1]], device=device).expand(2, -1)
+    parents = torch.tensor([[-1, 0, 0, 0]], device=device).expand(2, -1)
+    nodes = Nodes(tokens, parents, torch.tensor([[0.0, -1, -2, -3]], device=device).expand(2, -1))
+    frontier = torch.tensor([[1, 2, 3]], device=device).expand(2, -1).contiguous()
+    pairs = zip(
+        append_children(logits, 4, None, frontier, nodes),
+        append_children_reference(logits, 4, None, frontier, nodes),
+    )
+    return max(max_difference(result, other) for result, other in pairs)
+
+
 def max_difference(first: Any, second: Any) -> float:
     return (
         float((first.detach().double() - second.detach().double()).abs().max())
@@ -137,4 +158,5 @@ KERNEL_TRIALS: dict[str, Callable[[Any], float]] = {
     "key-value cache": try_cache,
     "texts and log": try_texts,
     "linear divergence": try_divergence,
+    "draft levels": try_children,
 }

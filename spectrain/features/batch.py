@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.data.chat import Example
@@ -17,7 +17,6 @@ from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
 
 if TYPE_CHECKING:
     from spectrain.kernels.linear_divergence import Projection
-    from spectrain.models.weight_block import OutputLayer
 
 
 class DraftTerm(Protocol):
@@ -28,7 +27,7 @@ class DraftTerm(Protocol):
         """The name of the term."""
 
     def loss(
-        self, hidden: Tensor, lm_head: "OutputLayer", label_index: Tensor, step: Tensor | int
+        self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, step: Tensor | int
     ) -> Tensor:
         """Return the summed loss of states [R, D] under an output layer, which belong to the rows
         `label_index` [R] at these draft steps.

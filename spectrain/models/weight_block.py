@@ -40,3 +40,14 @@ class OutputLayer(BlockLinear):
         are now.
         """
         return loss(Projection(self.weight, self.bias), states)
+
+
+def apply_output_layer(
+    layer: nn.Linear, states: Tensor, loss: Callable[[Projection, Tensor], T]
+) -> T:
+    """Return `loss(projection, states)` for states [R, D]: with the weights of an `OutputLayer`
+    gathered, or with those of a plain linear layer, which FSDP2 gathers for the whole batch.
+    """
+    if isinstance(layer, OutputLayer):
+        return layer.apply_loss(states, loss)
+    return loss(Projection(layer.weight, layer.bias), states)

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter, Losses
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
-from spectrain.models.weight_block import OutputLayer
+from spectrain.models.weight_block import apply_output_layer
 
 from ..step_cost import OUTPUT_LAYERS, BatchShape, Judged, Run, StepCost
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
@@ -283,7 +283,7 @@ class Supervision:
     def judge_states(
         self,
         hidden: Tensor,
-        lm_head: OutputLayer,
+        lm_head: nn.Linear,
         label_index: Tensor,
         row_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -293,14 +293,15 @@ class Supervision:
         State r has the label `label_index[r]`. The indices ascend, so draft steps that share labels
         are best joined.
         """
-        result = lm_head.apply_loss(
+        result = apply_output_layer(
+            lm_head,
             hidden,
             lambda head, states: self.judge_with_head(head, states, label_index, row_weight),
         )
         return result.loss, self.drafter.draft_ids[result.predictions] == self.labels[label_index]
 
     def judge_steps(
-        self, states: list[Tensor], lm_head: OutputLayer, decay: float, num_steps: int
+        self, states: list[Tensor], lm_head: nn.Linear, decay: float, num_steps: int
     ) -> Losses:
         """Return the losses of up to `num_steps` draft steps under one output layer, step i
         weighted by decay^i.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.features.batch import PLAIN_ROWS, Batch, RowLoss
 from spectrain.kernels.linear_divergence import Projection, linear_divergence
-from spectrain.models.weight_block import OutputLayer
+from spectrain.models.weight_block import apply_output_layer
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DrawnWindows:
         )
 
     def loss(
-        self, hidden: Tensor, lm_head: OutputLayer, label_index: Tensor, step: Tensor | int
+        self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, step: Tensor | int
     ) -> Tensor:
         """Return -sum A log q(d) of drawn tokens d, from states [R, D] of rows `label_index` at a
         draft step.
@@ -84,7 +84,8 @@ class DrawnWindows:
         weight = self.advantage[label_index] * (self.offset[label_index] == step)
         counted = weight.nonzero()[:, 0]
         drawn = self.draft_ids[label_index[counted]]
-        return lm_head.apply_loss(
+        return apply_output_layer(
+            lm_head,
             hidden[counted],
             lambda head, states: linear_divergence(states, head, drawn, None, weight[counted]).loss,
         )
