@@ -149,6 +149,9 @@ class LatticeCorrection(nn.Module):
         )
         x = x.flatten(1, 2)
         bias = self._attention_bias(size)
+        if not len(x):
+            # Attention over no rows gives its bias no gradient, for which other processes wait.
+            x = x + 0 * bias.sum()
         for layer in self.layers:
             x = layer(x, bias)
         h = self.output_norm(x).unflatten(1, (slots, size))
