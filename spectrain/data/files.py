@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from spectrain.errors import UserError, describe_json_error, first_line
 from spectrain.files import check_encoding, open_text
@@ -120,10 +120,14 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
         ) from error
 
 
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file of rows to read its bytes, unpacked where its name ends in .gz."""
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+
+
 def count_lines(path: Path) -> int:
     """Count the lines of a file of rows that are not blank."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as lines:
+    with open_bytes(path) as lines:
         return sum(bool(line.strip()) for line in lines)
 
 
@@ -131,8 +135,7 @@ def find_line_of_no_text(path: Path) -> int:
     """Return the number of the first line of a file that is not UTF-8. A file of text is decoded
     ahead of the line that is read, so the error of reading does not tell.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as lines:
+    with open_bytes(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 line.decode()

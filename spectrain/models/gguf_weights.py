@@ -95,13 +95,18 @@ def build_empty_network(config: Any, dtype: torch.dtype) -> Any:
     return network
 
 
+def fill_weights(weights: dict[str, Any], pieces: Iterator[WeightPiece]) -> None:
+    """Copy pieces into weights of their names."""
+    for piece in pieces:
+        end = piece.start + piece.values.numel()
+        weights[piece.name].view(-1)[piece.start : end] = piece.values
+
+
 def load_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key: str) -> None:
     """Give an empty network the weights of a file."""
     shapes = {name: weight.shape for name, weight in network.named_parameters()}
     weights = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    for piece in iterate_weights(header, network, dtype, key):
-        end = piece.start + piece.values.numel()
-        weights[piece.name].view(-1)[piece.start : end] = piece.values
+    fill_weights(weights, iterate_weights(header, network, dtype, key))
     network.load_state_dict(weights, strict=False, assign=True)
     network.tie_weights()
 
@@ -226,9 +231,7 @@ def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key
     others = {name: tensor for name, tensor in stored.items() if name not in weights}
     for name, tensor in others.items():
         weights[name] = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=False)
-    for piece in read_weights(header, network, others, dtype):
-        end = piece.start + piece.values.numel()
-        weights[piece.name].view(-1)[piece.start : end] = piece.values
+    fill_weights(weights, read_weights(header, network, others, dtype))
     network.load_state_dict(weights, strict=False, assign=True)
     network.tie_weights()
 

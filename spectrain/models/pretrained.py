@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from spectrain.errors import UserError, first_line
@@ -67,7 +68,7 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
         fault = (
             describe_fault(info)
             or describe_reported_fault(reports)
-            or describe_left_out_layer(info["unexpected_keys"], network.state_dict())
+            or describe_left_out_layer(info["unexpected_keys"], network)
         )
         if fault is not None:
             reports.clear()
@@ -123,13 +124,15 @@ def describe_reported_fault(reports: Collection[logging.LogRecord]) -> str | Non
     return describe_missing([row["weight"] for row in rows])
 
 
-def describe_left_out_layer(unexpected: Collection[str], loaded: Collection[str]) -> str | None:
+def describe_left_out_layer(unexpected: Collection[str], network: nn.Module) -> str | None:
     """Describe the first layer of the files that the model lacks although its weights are named
     as those of a layer that it has; None where there is none.
 
     Layers for drafting, which config.json counts apart, have weights of their own.
     """
-    own_layers = group_by_layer(loaded)
+    if not unexpected:
+        return None
+    own_layers = group_by_layer(network.state_dict())
     own_names: dict[str, set[str]] = defaultdict(set)
     for (layers, _), names in own_layers.items():
         own_names[layers] |= names

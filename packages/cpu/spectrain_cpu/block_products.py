@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .available import has_block_kernels
 from .block_formats import BLOCK, COLUMNS, FORMATS, VECTORS, BlockFormat, pack_panels, unpack_panels
-from .linear import divide_panels
+from .linear import LINE, divide_panels
 from .team import MAX_MEMBERS, current_team, job_numbers, run_job
 from .vectors import (
     LANES,
@@ -54,7 +54,6 @@ from .vectors import (
     widen,
 )
 
-LINE = 64  # bytes of a vector
 # Rows whose sums fit in the registers, of which AVX-512 has 32 and AVX2 has 16 of half the size.
 MAX_TILE_ROWS = 8 if torch.cpu._is_avx512_supported() else 2
 # Bytes that are fetched ahead, into the second-level cache: rows fill the first. A single row of
