@@ -7,6 +7,8 @@ CORE := .venv-core
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints-engines.txt
 OPENVINO := .venv-openvino
+PEERS := .venv-peers
+PEERS_PIP := $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 OPENVINO_PIP := $(OPENVINO)/bin/pip install --quiet --disable-pip-version-check -c constraints-openvino.txt
 # Folder of the drafters that make test-engines serves (engines-eagle3 and others); missing ones are trained.
 ENGINES_RUNS ?= runs
@@ -14,7 +16,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines models test-models llama-cpp openvino lint docs clean
+.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines models test-models llama-cpp openvino side-by-side lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +64,9 @@ llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp:
 
 openvino: $(OPENVINO)/installed  ## install OpenVINO and its converter, for format=openvino and server=openvino
 
+side-by-side: install $(PEERS)/installed  ## compare with the packages that could be installed instead: ten minutes
+	$(BIN)/python -m lab.side_by_side.compare environment=$(PEERS)
+
 lint: install  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,7 +76,7 @@ docs: install  ## build docs/ as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
 clean:  ## delete the environment and every cache, but not runs/
-	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) $(PEERS) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use
 # pip install -e .[dev] -e packages/cpu -e packages/research -e packages/serve.
@@ -113,6 +118,13 @@ $(OPENVINO)/installed: constraints-openvino.txt
 	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
 	$(OPENVINO_PIP) torch optimum-intel openvino openvino-genai diffusers einops
 	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
+	touch $@
+
+# dejavuu asks for Python 3.13, but runs on older ones.
+$(PEERS)/installed: constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS_PIP) torch transformers economize==0.3.2 flashspec==0.3.1
+	$(PEERS_PIP) --ignore-requires-python 'dejavuu[hf]==0.2.0'
 	touch $@
 
 # vLLM's build for CPUs normalises the context keys of every layer of a DFlash by the first layer's k_norm, so it gets one layer.

@@ -1,0 +1,1 @@
+"""Our engine beside the packages that a user could install instead."""
