@@ -64,6 +64,7 @@ MISSING = {
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
+    "format=gguf": ["export", "target=tiny", "format=gguf", "out=x"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
     "`spectrain serve`": ["serve", "run=runs/NAME"],
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
@@ -72,6 +73,7 @@ MISSING = {
 }
 SERVE = (
     "server=spectrain",
+    "format=gguf",
     "`spectrain follow`",
     "`spectrain serve`",
     "`spectrain bench engine`",

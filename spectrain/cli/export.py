@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from spectrain.config.build import GroupSpec
@@ -25,7 +27,13 @@ from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
 from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
-from spectrain.export.layouts import detect_layout, read_files, select_layout
+from spectrain.export.layouts import (
+    TARGET_FORMATS,
+    detect_layout,
+    read_files,
+    require_format,
+    select_layout,
+)
 from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.quantization import WeightQuantization
@@ -35,10 +43,6 @@ from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter
-
-TARGET_FORMATS = {"gguf": "GGUF", "openvino": "OpenVINO"}
-"""Formats in which a target can be written, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ def export_command(
     Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
     quantization: WeightQuantization | None = quantize.build() if quantize else None
+    if format is not None:
+        require_format(format)
     if run is None and format in TARGET_FORMATS and target is not None:
         refuse_quantization(quantization, f"format={format} of a target")
         require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
@@ -265,15 +271,11 @@ def export_target(
     """Write a target in an engine's format into a new folder; return the folder."""
     folder = Path(out)
     refuse_nonempty(folder)
+    target_format = TARGET_FORMATS[format_name]
+    write_target: Callable[..., Path] = resolve_name(target_format.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
-        if format_name == "gguf":
-            from spectrain.export.gguf_model import write_target
-
-            name = write_target(target, scratch, dtype).name
-        else:
-            IrConverter(engine_python, dtype or "float32").convert(target.engine_path, scratch)
-            name = f"{IR_NAME}.xml"
-    print(f"{target.name}, {TARGET_FORMATS[format_name]}: written to {folder / name}")
+        name = write_target(target, scratch, dtype, engine_python).name
+    print(f"{target.name}, {target_format.title}: written to {folder / name}")
     return folder
 
 

@@ -14,8 +14,8 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.advice import list_engine_advice
-from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
+from spectrain.servers.commands import Engine, EngineLaunch
+from spectrain.servers.engines import ENGINES, simulate_acceptance
 
 from .engine_support import name_engine
 from .layout import DrafterCheckpoint, Layout

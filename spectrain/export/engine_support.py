@@ -34,10 +34,8 @@ PROGRAMS = {
 }
 """Program that reads layouts -> its name in texts. Engines stand first."""
 READ_VERSIONS = {
-    "vllm": ("0.32", "0.33"),
-    "sglang": ("0.5.23",),
+    **{name: engine.read_versions for name, engine in ENGINES.items() if engine.read_versions},
     "transformers": ("5.23",),
-    "openvino": ("2026.4",),
     "speculators": ("0.9",),
 }
 """Program -> the versions from whose code its rows were taken. Nothing is known of others."""
@@ -126,14 +124,6 @@ CORE_SUPPORT = (
     EngineSupport("transformers", "mtp.MTP_TARGET"),
     EngineSupport("sglang", "uno.UNO"),
     EngineSupport("peft", "uno.UNO"),
-    EngineSupport("llamacpp", "gguf_eagle3.GGUF_EAGLE3"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DFLASH"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DFLASH2"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DSPARK", note="vanilla Markov head"),
-    EngineSupport("llamacpp", "gguf_model.GGUF_MODEL"),
-    EngineSupport("openvino", "openvino.OPENVINO_EAGLE3"),
-    EngineSupport("openvino", "openvino.OPENVINO_DFLASH"),
-    EngineSupport("openvino", "openvino.OPENVINO_MODEL"),
 )
 
 

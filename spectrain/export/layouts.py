@@ -6,8 +6,8 @@ The table names layouts as text, so that listing the formats imports no layout.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from spectrain.config.missing import explain_missing
@@ -27,14 +27,6 @@ NATIVE_FAMILIES = (
     *(package.native_families for package in list_packages()),
 )
 CORE_LAYOUTS = (
-    TableRow("gguf_eagle3.GGUF_EAGLE3", "gguf", "eagle3", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DFLASH2", "gguf", "dflash2", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DSPARK", "gguf", "dspark", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DFLASH", "gguf", "dflash", ".gguf"),
-    TableRow("gguf_model.GGUF_MODEL", "gguf", "causal", ".gguf"),
-    TableRow("openvino.OPENVINO_DFLASH", "openvino", "dflash"),
-    TableRow("openvino.OPENVINO_EAGLE3", "openvino", "eagle3"),
-    TableRow("openvino.OPENVINO_MODEL", "openvino", "causal"),
     TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
     TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),
     TableRow("dflash_speculators.SPECULATORS_DFLASH", "vllm", "dflash"),
@@ -70,6 +62,12 @@ OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 config.json.
 """
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
+TARGET_FORMATS = {
+    name: target_format
+    for package in list_packages()
+    for name, target_format in package.target_formats.items()
+}
+"""Formats in which a target can be written for its engine."""
 FAMILY_TITLES = {
     "eagle3": "EAGLE-3",
     "peagle": "P-EAGLE",
@@ -105,9 +103,8 @@ SERVING_HINTS = {
 @cache
 def load_layout(row: TableRow) -> Layout:
     """Import the file of a row and return its layout."""
-    module, _, name = row.path.rpartition(".")
-    path = module if "." in module else f"{__package__}.{module}"
-    layout: Layout = getattr(importlib.import_module(path), name)
+    is_absolute = row.path.count(".") > 1
+    layout: Layout = resolve_name(row.path if is_absolute else f"{__package__}.{row.path}")
     return layout
 
 
@@ -159,22 +156,25 @@ def list_formats(family: str) -> list[str]:
     return [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
 
 
+def require_format(format_name: str) -> None:
+    """Raise UserError for a format that does not exist, or that a package has which is not
+    installed.
+    """
+    if format_name not in FORMATS:
+        raise UserError(
+            explain_missing("format", format_name)
+            or f"format={format_name}: there is no such format; "
+            f"{suggest_nearest(format_name, FORMATS)}"
+        )
+
+
 def select_layout(family: str, format_name: str, dtype: str | None = None) -> Layout:
     """Return the layout of a format for a family's drafters, or raise UserError saying which format
     to use.
 
     With `dtype`, its matrices have that type in place of the drafter's own.
     """
-    if (
-        format_name not in FORMATS
-        and (missing := explain_missing("format", format_name)) is not None
-    ):
-        raise UserError(missing)
-    if format_name not in FORMATS:
-        raise UserError(
-            f"format={format_name}: there is no such format; "
-            f"{suggest_nearest(format_name, FORMATS)}"
-        )
+    require_format(format_name)
     rows = [row for row in LAYOUTS if family in row.families.split()]
     for row in rows:
         if format_name in row.formats.split():

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from spectrain.config.build import GroupSpec, save_groups
@@ -302,6 +302,5 @@ def find_shape_reader(family: str) -> Callable[..., dict[str, Any]] | None:
     path = next((path for path in paths if path is not None), None)
     if path is None:
         return SHAPE_READERS.get(family)
-    module, _, name = path.rpartition(".")
-    reader: Callable[..., dict[str, Any]] = getattr(import_module(module), name)
+    reader: Callable[..., dict[str, Any]] = resolve_name(path)
     return reader

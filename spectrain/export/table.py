@@ -47,6 +47,17 @@ class EngineSupport:
 
 
 @dataclass(frozen=True)
+class TargetFormat:
+    """A format in which a target can be written for its engine."""
+
+    title: str
+    # Import path of the function that writes a target into a folder and returns the file: of a
+    # TargetFiles, the folder, the type of the weights (None: the format's default) and the
+    # interpreter of the engine's environment (None: the usual one).
+    path: str
+
+
+@dataclass(frozen=True)
 class LayoutPackage:
     """What an installed package adds to exports, as text, so that nothing is imported to list the
     formats.
@@ -58,6 +69,8 @@ class LayoutPackage:
     # Which programs read these layouts, and the titles of programs that read no other ones.
     support: tuple[EngineSupport, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
+    # Values of `format` in which a target can be written.
+    target_formats: Mapping[str, TargetFormat] = field(default_factory=dict)
     # Choices of `drafter` that spectrain's own layout holds, separated by spaces.
     native_families: str = ""
     # Choice of `drafter` -> its name in a model card.

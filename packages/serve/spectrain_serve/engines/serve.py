@@ -144,8 +144,8 @@ def launch_target(files: TargetFiles, server: Server) -> EngineLaunch:
             "torch."
         )
     path = files.engine_path
-    if server.target_format == "gguf":
-        from spectrain.export.gguf_model import find_target_file
+    if find_starter(server).target_format == "gguf":
+        from ..layouts.gguf_model import find_target_file
 
         path = str(find_target_file(files, dtype, getattr(server.settings, "dtype", None)))
     return EngineLaunch(path, name, dtype)

@@ -29,15 +29,15 @@ from spectrain.runs.folder import find_results_folder
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
 from spectrain.servers.settings import EngineSettings
-from spectrain_serve.engines.launch import start_engine
-from spectrain_serve.engines.serve import (
+
+from ..engines.launch import start_engine
+from ..engines.serve import (
     ServedDrafter,
     find_served_drafter,
     interrupt_on_signals,
     launch_target,
 )
-from spectrain_serve.engines.starters import find_starter
-
+from ..engines.starters import find_starter
 from .row_times import (
     DrafterTimes,
     EngineTimes,

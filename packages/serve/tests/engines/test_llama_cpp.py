@@ -37,7 +37,6 @@ from spectrain.decoding.loop import decode
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
-from spectrain.export.gguf_model import write_target
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
@@ -46,12 +45,13 @@ from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
 from spectrain_serve.engines.launch import RunningEngine, start_engine
 from spectrain_serve.engines.llamacpp import find_program
+from spectrain_serve.engines.llamacpp_command import LlamaCppSettings
+from spectrain_serve.engines.llamacpp_server import LlamaCppServer
+from spectrain_serve.layouts.gguf_model import write_target
 from spectrain_serve.scoring.agreement import list_rounds
 from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
 from spectrain_serve.scoring.rounds import to_generation

@@ -35,7 +35,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_spec(*words: str) -> RunSpec:
     nodes = {"target": {"_target_": "spectrain.models.loading.load_tiny"}}
     if words:
-        nodes["server"] = {"_target_": "spectrain.servers.llamacpp.LlamaCppServer", "threads": 1}
+        nodes["server"] = {
+            "_target_": "spectrain_serve.engines.llamacpp_server.LlamaCppServer",
+            "threads": 1,
+        }
     return replace(RunSpec.from_nodes(nodes), overrides=("recipe=eagle3", *words))
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
-
-from .container import Finding
-from .drafter_files import DrafterFiles
-from .eagle3 import (
+from spectrain.export.container import Finding
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.eagle3 import (
     EAGLE3,
     NUM_FUSED_LAYERS,
     check_layer_count,
@@ -21,9 +20,17 @@ from .eagle3 import (
     unnamed_layers,
     variant_flags,
 )
-from .fused import Export, FusedLayout, TensorNames, launch_with
-from .fused_config import EMBEDDING, HEAD, FusedConfig
-from .fused_findings import common_findings, common_target_findings, find_common_obstacle
+from spectrain.export.fused import Export, FusedLayout, TensorNames, launch_with
+from spectrain.export.fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.fused_findings import (
+    common_findings,
+    common_target_findings,
+    find_common_obstacle,
+)
+from spectrain.export.layout import require_target
+from spectrain.export.targets import TargetFiles
+from spectrain.export.vocabulary import target_ids
+
 from .gguf_layout import (
     LAYER,
     LAYER_NAMES,
@@ -32,9 +39,6 @@ from .gguf_layout import (
     layer_config,
     unpermuted_interpretation,
 )
-from .layout import require_target
-from .targets import TargetFiles
-from .vocabulary import target_ids
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight",

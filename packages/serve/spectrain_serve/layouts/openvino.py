@@ -25,19 +25,19 @@ from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import engine_layers
 from spectrain.errors import UserError
+from spectrain.export.container import Container, Finding, Rename
+from spectrain.export.dflash import num_drafts
+from spectrain.export.dflash_flat import FLAT_DFLASH
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.eagle3 import check_layer_count, unnamed_layers, variant_flags
+from spectrain.export.flat import FLAT_EAGLE3, eagle3_config, read_layer_ids, without_embedding
+from spectrain.export.fused import Export, FusedLayout, launch_with
+from spectrain.export.huggingface import HuggingFaceLayout
+from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint
+from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 
-from .container import Container, Finding, Rename
-from .dflash import num_drafts
-from .dflash_flat import FLAT_DFLASH
-from .drafter_files import DrafterFiles
-from .eagle3 import check_layer_count, unnamed_layers, variant_flags
-from .flat import FLAT_EAGLE3, eagle3_config, read_layer_ids, without_embedding
-from .fused import Export, FusedLayout, launch_with
-from .huggingface import HuggingFaceLayout
-from .layout import CHAIN_TOKENS, DrafterCheckpoint
-from .targets import TargetFiles
+from ..engines.openvino_ir import IR_NAME, IrConverter
 
 LAYERS_KEY = "hidden_layers_list"
 # For drafters that read the target's states. optimum-intel's own classes of them are loaded as if
@@ -125,6 +125,14 @@ class Ir(Container):
         fused layers.
         """
         add_ir(self.converter, directory, layers, self.options)
+
+
+def write_target(
+    target: TargetFiles, directory: Path, dtype: str | None, engine_python: str | None
+) -> Path:
+    """Write the IR of a target into a folder; return its file."""
+    IrConverter(engine_python, dtype or "float32").convert(target.engine_path, directory)
+    return directory / f"{IR_NAME}.xml"
 
 
 def layers_finding(problem: str, consequence: str) -> Finding:

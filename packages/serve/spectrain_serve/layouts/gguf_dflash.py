@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any
 
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
-
-from .dflash import (
+from spectrain.export.dflash import (
     DFLASH,
     DFLASH2,
     DSPARK,
@@ -24,9 +22,13 @@ from .dflash import (
     num_drafts,
     qwen3_layer,
 )
-from .drafter_files import DrafterFiles
-from .fused import Export, FusedLayout, TensorNames
-from .fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.fused import Export, FusedLayout, TensorNames
+from spectrain.export.fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.layout import DrafterCheckpoint, require_target
+from spectrain.export.targets import TargetFiles
+from spectrain.servers.commands import DrafterLaunch
+
 from .gguf_layout import (
     LAYER,
     LAYER_NAMES,
@@ -35,8 +37,6 @@ from .gguf_layout import (
     layer_config,
     unpermuted_interpretation,
 )
-from .layout import DrafterCheckpoint, require_target
-from .targets import TargetFiles
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight",
