@@ -8,9 +8,7 @@ own decoding drafts by.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -75,41 +73,30 @@ def write_copying(drafter: GroupSpec, target: TargetFiles, directory: Path) -> N
             np.save(package / STORE_FOLDER / f"{name}.npy", getattr(stored, name))
 
 
-def render_copying_card(
-    drafter: GroupSpec, target: TargetFiles, path: str, num_tokens: int = NUM_TOKENS
-) -> str:
+def render_copying_card(drafter: GroupSpec, target: TargetFiles, path: str) -> str:
     """Return the text of README.md: what the folder holds, and vLLM's command."""
-    settings: Mapping[str, Any] = drafter.with_defaults()
-    store = " and of a store of texts" if settings.get("store") is not None else ""
+    has_store = drafter.with_defaults().get("store") is not None
+    store = " and of a store of texts" if has_store else ""
+    versions = " and ".join(ENGINES[ENGINE].read_versions)
+    launch = EngineLaunch(target.engine_path, drafter=DrafterLaunch(METHOD, CLASS_PATH, NUM_TOKENS))
+    command = ENGINES[ENGINE].make_command(launch).format_shell()
     return "\n".join(
         [
             f"# Copying drafter for {target.name} in vLLM",
             "",
             f"It drafts {TITLES[str(drafter.choice)]}{store}, without weights. `{PACKAGE}/` needs "
-            f"numpy alone, and vLLM ({versions()}) runs it in its own process. It drafts for "
+            f"numpy alone, and vLLM ({versions}) runs it in its own process. It drafts for "
             f"`{target.name}` only: a store holds token ids.",
             "",
             "## Serve",
             "",
             "```sh",
-            copying_command(target, path, num_tokens),
+            # Python must find the package.
+            f"PYTHONPATH={path} {command}",
             "```",
             "",
             "With the same tokens vLLM drafts what `spectrain eval "
-            f"drafter={drafter.choice} tree=chain tree.depth={num_tokens}` drafts, round by round.",
+            f"drafter={drafter.choice} tree=chain tree.depth={NUM_TOKENS}` drafts, round by round.",
             "",
         ]
     )
-
-
-def copying_command(target: TargetFiles, path: str, num_tokens: int = NUM_TOKENS) -> str:
-    """Return vLLM's command with the drafter in the folder `path`, which Python must find."""
-    launch = EngineLaunch(target.engine_path, drafter=DrafterLaunch(METHOD, CLASS_PATH, num_tokens))
-    return f"PYTHONPATH={path} {ENGINES[ENGINE].make_command(launch).format_shell()}"
-
-
-def versions() -> str:
-    """Return the versions of vLLM whose code this was written from."""
-    from .engine_support import READ_VERSIONS
-
-    return " and ".join(READ_VERSIONS[ENGINE])

@@ -22,10 +22,23 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 
-NATIVE_FAMILIES = (
-    "eagle3 peagle medusa causal pard uno early_exit dflash dspark dflash2 mtp eagle1 lilicorr",
-    *(package.native_families for package in list_packages()),
-)
+FAMILY_TITLES = {
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "causal": "distilled draft model",
+    "pard": "PARD",
+    "uno": "Uno",
+    "early_exit": "LayerSkip",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "mtp": "MTP",
+    "eagle1": "EAGLE",
+    "lilicorr": "LiLiCorr",
+    **{family: title for package in list_packages() for family, title in package.titles.items()},
+}
+"""Family, all of which spectrain's own layout holds -> its name in texts."""
 CORE_LAYOUTS = (
     TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
     TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),
@@ -50,7 +63,7 @@ CORE_LAYOUTS = (
     TableRow("mtp.MTP_TARGET", "mtp", "mtp"),
     TableRow("huggingface.HUGGINGFACE", "vllm sglang hf", "causal pard early_exit"),
     TableRow("uno.UNO", "uno", "uno"),
-    TableRow("native.NATIVE", "spectrain", " ".join(NATIVE_FAMILIES)),
+    TableRow("native.NATIVE", "spectrain", " ".join(FAMILY_TITLES)),
 )
 LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one
@@ -68,23 +81,6 @@ TARGET_FORMATS = {
     for name, target_format in package.target_formats.items()
 }
 """Formats in which a target can be written for its engine."""
-FAMILY_TITLES = {
-    "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE",
-    "medusa": "Medusa",
-    "causal": "distilled draft model",
-    "pard": "PARD",
-    "uno": "Uno",
-    "early_exit": "LayerSkip",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "dflash2": "DFlash2",
-    "mtp": "MTP",
-    "eagle1": "EAGLE",
-    "lilicorr": "LiLiCorr",
-    **{family: title for package in list_packages() for family, title in package.titles.items()},
-}
-"""Choice of `drafter` -> its name in texts."""
 SERVING_HINTS = {
     "hybrid": f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter",
     "ngram": (

@@ -8,6 +8,7 @@ also decodes (measure.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 
-from spectrain.config.plain_files import read_yaml
+from spectrain.config.command_only import find_command_only
+from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.config.saved import parse_groups
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
-from .command_only_findings import check_command_only
 from .compressed_tensors import FUSION_MODULE, name_scheme
 from .container import Finding
 from .drafter_files import DrafterFiles
@@ -192,6 +193,32 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         except UserError as error:
             problem, _, remedy = str(error).partition("; ")
             yield Finding(NOT_DATA, "error", problem, NOT_DATA_CONSEQUENCE, remedy)
+
+
+def check_command_only(directory: Path) -> Iterator[Finding]:
+    """Yield an error for every setting of a drafter's directory, and of its run folder, that
+    only a command sets.
+    """
+    run = directory.parent if directory.name == "drafter" else directory
+    for path in (directory / "config.json", directory / "spectrain.json", run / "config.yaml"):
+        if not path.is_file():
+            continue
+        # Other checks report a file that cannot be read.
+        with suppress(UserError):
+            content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+            groups = (
+                content.get("description")
+                if path.name == "spectrain.json" and isinstance(content, dict)
+                else content
+            )
+            for key, setting in find_command_only(groups):
+                yield Finding(
+                    "command-only",
+                    "error",
+                    f"{path.name}: {key} is set, which {setting.reason}",
+                    "a file from elsewhere must not decide what runs on your machine",
+                    f"delete {key} in {path.name}",
+                )
 
 
 def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:

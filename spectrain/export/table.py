@@ -71,9 +71,7 @@ class LayoutPackage:
     programs: Mapping[str, str] = field(default_factory=dict)
     # Values of `format` in which a target can be written.
     target_formats: Mapping[str, TargetFormat] = field(default_factory=dict)
-    # Choices of `drafter` that spectrain's own layout holds, separated by spaces.
-    native_families: str = ""
-    # Choice of `drafter` -> its name in a model card.
+    # Choice of `drafter` -> its name in a model card, of all that spectrain's own layout holds.
     titles: Mapping[str, str] = field(default_factory=dict)
     # Choice of `drafter` -> why no engine can serve it from an export, and what to do instead.
     serving_hints: Mapping[str, str] = field(default_factory=dict)

@@ -19,7 +19,6 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
-from spectrain.export.engine_support import refuse_version
 from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import detect_layout, find_row, read_files
@@ -34,6 +33,7 @@ from spectrain.servers.commands import EngineLaunch
 
 from .launch import start_engine
 from .starters import find_starter
+from .versions import refuse_version
 
 
 def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
