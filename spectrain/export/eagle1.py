@@ -7,8 +7,8 @@ All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -51,18 +51,13 @@ class Eagle1Family(FusedFamily):
     """EAGLE, whose embedding and output layer are the target's."""
 
     needs_bias: Callable[[DrafterFiles], bool]  # whether readers of the files expect a bias of fc
-    choice: str = "eagle1"
-    covers: tuple[str, ...] = ()
-    own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
-    foreign_parts: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "norm": "a norm before or after the layer, which our layer lacks",
-            **FOREIGN_PARTS,
-        }
-    )
-    fixed_values: Mapping[str, Any] = field(
-        default_factory=lambda: {**FIXED_VALUES, "num_hidden_layers": 1}
-    )
+    choice = "eagle1"
+    own_parts = (FC_BIAS, "post_attention_layernorm")
+    foreign_parts = {  # noqa: RUF012  (the contract has a Mapping)
+        "norm": "a norm before or after the layer, which our layer lacks",
+        **FOREIGN_PARTS,
+    }
+    fixed_values = {**FIXED_VALUES, "num_hidden_layers": 1}  # noqa: RUF012
 
     def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
         bias = source.tensors.get(FC_BIAS)

@@ -7,7 +7,6 @@ Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,11 +27,10 @@ NUM_FUSED_LAYERS = 3
 LAYER_PARTS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
 
 
-@dataclass(frozen=True)
 class Eagle3Family(FusedFamily):
     """EAGLE-3, whose own embedding is a flag of its layer."""
 
-    choice: str = "eagle3"
+    choice = "eagle3"
 
     def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
         config = source.config

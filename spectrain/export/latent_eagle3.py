@@ -13,12 +13,11 @@ from typing import Any
 from spectrain.drafters.layers.layers import LAYER_KEYS
 from spectrain.drafters.layers.target_kind import LATENT_KEYS
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
 
 from .container import Finding
 from .eagle3 import EAGLE3, eagle3_names, variant_flags
 from .flat import is_flat_eagle3, layer_entries, read_layer_ids, without_embedding
-from .fused import Export, FusedFiles, FusedLayout
+from .fused import Export, FusedFiles, FusedLayout, launch_with
 from .fused_config import EMBEDDING, SIZE_KEYS, FusedConfig, flat_rope, layer_rope, require_keys
 from .fused_findings import (
     architecture_findings,
@@ -26,8 +25,6 @@ from .fused_findings import (
     common_target_findings,
     find_common_obstacle,
 )
-from .layout import CHAIN_TOKENS, DrafterCheckpoint
-from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
 FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
@@ -113,12 +110,6 @@ def latent_findings(source: FusedFiles) -> Iterator[Finding]:
         )
 
 
-def launch_latent_eagle3(
-    drafter: DrafterCheckpoint, files: TargetFiles, path: str
-) -> dict[str, DrafterLaunch]:
-    return {"vllm": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
-
-
 LATENT_EAGLE3 = FusedLayout(
     title="EAGLE-3 with latent attention, flat layout",
     family=EAGLE3,
@@ -136,5 +127,5 @@ LATENT_EAGLE3 = FusedLayout(
     file_checks=(common_findings, architecture_findings, latent_findings),
     target_checks=(common_target_findings,),
     write_checks=(check_latent_eagle3,),
-    launches=launch_latent_eagle3,
+    launches=launch_with({"vllm": "eagle3"}),
 )

@@ -42,7 +42,7 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 class PEagleFamily(Eagle3Family):
     """P-EAGLE; containers differ in where they hold the number of drafts."""
 
-    choice: str = "peagle"
+    choice = "peagle"
     read_num_drafts: Callable[[DrafterFiles], int | None]
 
     def layer_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
