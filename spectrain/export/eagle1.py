@@ -52,7 +52,7 @@ class Eagle1Family(FusedFamily):
 
     needs_bias: Callable[[DrafterFiles], bool]  # whether readers of the files expect a bias of fc
     choice = "eagle1"
-    own_parts = (FC_BIAS, "post_attention_layernorm")
+    own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
     foreign_parts = {  # noqa: RUF012  (the contract has a Mapping)
         "norm": "a norm before or after the layer, which our layer lacks",
         **FOREIGN_PARTS,

@@ -36,7 +36,7 @@ from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.drafter_files import DrafterFiles
-from spectrain.export.linter import check_command_only
+from spectrain.export.file_checks import check_command_only
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store import FeatureStore
 from spectrain.features.store_contents import StoreContents

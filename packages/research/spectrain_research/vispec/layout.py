@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.config.build import GroupSpec
@@ -27,12 +26,10 @@ EAGLE1 = ORIGINAL_EAGLE1.family
 class ViSpecFamily(Eagle1Family):
     """EAGLE with vectors that stand for an image."""
 
-    choice: str = "vispec"
-    covers: tuple[str, ...] = ("num_queries",)
+    choice = "vispec"
+    covers = ("num_queries",)
     own_parts: tuple[str, ...] = (*EAGLE1.own_parts, "img_adaptor.", "img_fc.weight")
-    fixed_values: Mapping[str, Any] = field(
-        default_factory=lambda: {**EAGLE1.fixed_values, **FLAGS}
-    )
+    fixed_values = {**EAGLE1.fixed_values, **FLAGS}  # noqa: RUF012  (the contract has a Mapping)
 
     def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
         require_keys(source.files.config, ("vispec_num_query_tokens",))

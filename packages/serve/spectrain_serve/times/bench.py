@@ -21,7 +21,7 @@ import numpy as np
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.export.card import measured_rates
+from spectrain.export.card import measured_rates, read_scores
 from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.provenance import collect_provenance, processor_name
@@ -373,7 +373,7 @@ def summarise(samples: Mapping[tuple[int, int], Sequence[float]]) -> dict[tuple[
 
 def read_rates(run: str) -> Sequence[float]:
     """Return the acceptance rates of the chain in a run's evaluation; [] if it was not scored."""
-    measured = measured_rates(find_results_folder(Path(run)))
+    measured = measured_rates(read_scores(find_results_folder(Path(run))))
     return [] if measured is None else measured[1]
 
 
