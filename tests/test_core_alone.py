@@ -64,6 +64,7 @@ MISSING = {
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
+    "`spectrain export drafter=ngram`": ["export", "drafter=ngram", "format=vllm", "out=x"],
     "format=gguf": ["export", "target=tiny", "format=gguf", "out=x"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
     "`spectrain serve`": ["serve", "run=runs/NAME"],
@@ -74,6 +75,7 @@ MISSING = {
 SERVE = (
     "server=spectrain",
     "format=gguf",
+    "`spectrain export drafter=ngram`",
     "`spectrain follow`",
     "`spectrain serve`",
     "`spectrain bench engine`",

@@ -22,7 +22,6 @@ from spectrain.export.converter import (
     resolve_target,
     write_checked,
 )
-from spectrain.export.copying import refuse_other_drafters, render_copying_card, write_copying
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
@@ -30,6 +29,7 @@ from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
 from spectrain.export.layouts import (
     TARGET_FORMATS,
     detect_layout,
+    find_weightless_export,
     read_files,
     require_format,
     select_layout,
@@ -65,22 +65,22 @@ def run_export(push: str | None, private: bool, drafter: GroupSpec | None, **set
     for key in ("dtype", "engine_python", "quantize"):
         if settings[key]:
             raise UserError(f"{key}: drafter={drafter.choice} has no weights; leave it out")
-    return export_copying(
+    return export_weightless(
         drafter, settings["format"], settings["out"], settings["target"], destination
     )
 
 
-def export_copying(
+def export_weightless(
     drafter: GroupSpec,
     format: str | None,
     out: str | None,
     target: GroupSpec | None,
     push: Upload | None = None,
 ) -> Path:
-    """Write a drafter that copies, and its store, for vLLM, with a card."""
-    refuse_other_drafters(drafter, format)
+    """Write a drafter without weights for an engine, with a card."""
+    export = find_weightless_export(str(drafter.choice), format)
     require_keys(
-        f"spectrain export drafter={drafter.choice} target=tiny format=vllm out=DIR",
+        f"spectrain export drafter={drafter.choice} target=tiny format={format} out=DIR",
         out=out,
         target=target or None,
     )
@@ -89,10 +89,13 @@ def export_copying(
     files = requested_target(target)
     assert files is not None
     name = push.name if push else str(folder)
+    write: Callable[[GroupSpec, TargetFiles, Path, str], None] = resolve_name(export.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
-        write_copying(drafter, files, scratch)
-        (scratch / "README.md").write_text(render_copying_card(drafter, files, name))
-    print(f"drafter={drafter.choice} for vLLM: written to {folder}; README.md says how to serve it")
+        write(drafter, files, scratch, name)
+    print(
+        f"drafter={drafter.choice} for {export.title}: written to {folder}; README.md says how to "
+        "serve it"
+    )
     if push:
         print(f"uploaded to {upload(folder, push.name, push.private)}")
     return folder

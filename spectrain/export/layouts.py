@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from spectrain.config.missing import explain_missing
 from spectrain.errors import UserError, suggest_nearest
 
-from .table import SCORE_WITHOUT_ENGINE, TableRow, insert_rows, list_packages
+from .table import (
+    SCORE_WITHOUT_ENGINE,
+    TableRow,
+    WeightlessExport,
+    insert_rows,
+    list_packages,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,6 +156,28 @@ def list_formats(family: str) -> list[str]:
     """Return the formats of engines that can hold a family's drafters."""
     rows = [row for row in LAYOUTS if family in row.families.split()]
     return [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
+
+
+def find_weightless_export(drafter: str, format_name: str | None) -> WeightlessExport:
+    """Return how a drafter without weights is written in a format; raise UserError where it is
+    not.
+    """
+    exports = [export for package in list_packages() for export in package.weightless]
+    export = next((export for export in exports if drafter in export.drafters), None)
+    if export is None:
+        shown = f"`spectrain export drafter={drafter}`"
+        names = [name for export in exports for name in export.drafters] or ["those of packages"]
+        raise UserError(
+            explain_missing("export.drafter", drafter, shown)
+            or f"drafter={drafter}: only {' and '.join(names)} are exported without a run; name "
+            "the run of another drafter, as in run=runs/NAME"
+        )
+    if format_name != export.format:
+        raise UserError(
+            f"format={format_name}: drafter={drafter} has no weights, and only {export.title} "
+            f"takes such a drafter from outside; use format={export.format}"
+        )
+    return export
 
 
 def require_format(format_name: str) -> None:

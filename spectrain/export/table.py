@@ -58,6 +58,18 @@ class TargetFormat:
 
 
 @dataclass(frozen=True)
+class WeightlessExport:
+    """How drafters without weights are written for an engine, without a run."""
+
+    drafters: tuple[str, ...]  # choices of `drafter`
+    format: str  # the value of `format`
+    title: str  # the engine's name in texts
+    # Import path of the function that writes files and a card: of the drafter's settings, the
+    # target's TargetFiles, an existing folder, and the folder's name in the card.
+    path: str
+
+
+@dataclass(frozen=True)
 class LayoutPackage:
     """What an installed package adds to exports, as text, so that nothing is imported to list the
     formats.
@@ -71,6 +83,7 @@ class LayoutPackage:
     programs: Mapping[str, str] = field(default_factory=dict)
     # Values of `format` in which a target can be written.
     target_formats: Mapping[str, TargetFormat] = field(default_factory=dict)
+    weightless: tuple[WeightlessExport, ...] = ()
     # Choice of `drafter` -> its name in a model card, of all that spectrain's own layout holds.
     titles: Mapping[str, str] = field(default_factory=dict)
     # Choice of `drafter` -> why no engine can serve it from an export, and what to do instead.

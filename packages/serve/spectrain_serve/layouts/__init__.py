@@ -4,7 +4,13 @@ commands. The core finds them by the entry points `spectrain.export` and `spectr
 The table names layouts as text, so that listing the formats imports none.
 """
 
-from spectrain.export.table import EngineSupport, LayoutPackage, TableRow, TargetFormat
+from spectrain.export.table import (
+    EngineSupport,
+    LayoutPackage,
+    TableRow,
+    TargetFormat,
+    WeightlessExport,
+)
 from spectrain.servers.commands import Engine
 
 from ..engines.llamacpp_command import serve_llamacpp
@@ -54,4 +60,9 @@ EXPORT = LayoutPackage(
         "gguf": TargetFormat("GGUF", f"{FOLDER}.gguf_model.write_target"),
         "openvino": TargetFormat("OpenVINO", f"{FOLDER}.openvino.write_target"),
     },
+    weightless=(
+        WeightlessExport(
+            ("ngram", "retrieval"), "vllm", "vLLM", "spectrain_serve.copying.export.write_copying"
+        ),
+    ),
 )

@@ -1,8 +1,8 @@
 """Drafters that only copy, for vLLM: a package that vLLM imports, which needs nothing of this
 project, with the store beside it.
 
-The package is the folder `spectrain/copying` as it is, so the engine drafts by the code that our
-own decoding drafts by.
+The package is the folder `spectrain/copying`, and `engine_drafter.py` beside it, so the engine
+drafts by the code that our own decoding drafts by.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 import spectrain.copying
 from spectrain.config.build import GroupSpec
-from spectrain.copying.engine_drafter import SETTINGS_FILE, STORE_FOLDER, CopyingDrafter
 from spectrain.data.datastore import Datastore
-from spectrain.errors import UserError
+from spectrain.export.drafter_files import write_json
+from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.engines import ENGINES
 
-from .drafter_files import write_json
-from .targets import TargetFiles
+from . import engine_drafter
+from .engine_drafter import SETTINGS_FILE, STORE_FOLDER, CopyingDrafter
 
 PACKAGE = "spectrain_copying"
 CLASS_PATH = f"{PACKAGE}.engine_drafter.{CopyingDrafter.__name__}"
@@ -33,29 +33,19 @@ TITLES = {"ngram": "n-grams of the text", "retrieval": "copies of the text"}
 """Choice of `drafter` -> what it copies, for the card."""
 
 
-def refuse_other_drafters(drafter: GroupSpec, format_name: str | None) -> None:
-    """Raise a UserError where a choice of `drafter` is no drafter that copies, or another format is
-    named."""
-    if drafter.choice not in TITLES:
-        raise UserError(
-            f"drafter={drafter.choice}: only {' and '.join(TITLES)} are exported without a run; "
-            "name the run of another drafter, as in run=runs/NAME"
-        )
-    if format_name != ENGINE:
-        raise UserError(
-            f"format={format_name}: drafter={drafter.choice} has no weights, and only vLLM takes "
-            "such a drafter from outside; use format=vllm"
-        )
-
-
-def write_copying(drafter: GroupSpec, target: TargetFiles, directory: Path) -> None:
-    """Write the package of a drafter that copies into an existing folder; raise a UserError where
-    its store is not of the target's tokenizer."""
+def write_copying(drafter: GroupSpec, target: TargetFiles, directory: Path, path: str) -> None:
+    """Write the package of a drafter that copies, and a card with the folder's name `path`, into an
+    existing folder; raise a UserError where its store is not of the target's tokenizer."""
+    (directory / "README.md").write_text(render_card(drafter, target, path))
     settings = drafter.with_defaults()
     package = directory / PACKAGE
     package.mkdir()
-    for path in sorted(Path(spectrain.copying.__file__).parent.glob("*.py")):
-        shutil.copyfile(path, package / path.name)
+    for module in sorted(Path(spectrain.copying.__file__).parent.glob("*.py")):
+        shutil.copyfile(module, package / module.name)
+    drafting = Path(engine_drafter.__file__)
+    # In the package, the folder's modules stand beside it.
+    text = drafting.read_text().replace("from spectrain.copying.", "from .")
+    (package / drafting.name).write_text(text)
     write_json(
         package / SETTINGS_FILE,
         {
@@ -73,7 +63,7 @@ def write_copying(drafter: GroupSpec, target: TargetFiles, directory: Path) -> N
             np.save(package / STORE_FOLDER / f"{name}.npy", getattr(stored, name))
 
 
-def render_copying_card(drafter: GroupSpec, target: TargetFiles, path: str) -> str:
+def render_card(drafter: GroupSpec, target: TargetFiles, path: str) -> str:
     """Return the text of README.md: what the folder holds, and vLLM's command."""
     has_store = drafter.with_defaults().get("store") is not None
     store = " and of a store of texts" if has_store else ""
