@@ -13,6 +13,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.decoding.continuous import ContinuousBatch, RunningText, TextPrefix
 from spectrain.decoding.generation import Generation
+from spectrain.errors import UserError
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling
@@ -102,6 +103,8 @@ class ContinuousAnswers:
                 )
         except AnswerError as error:
             outcome = error.to_failed_row(chat.pending)
+        except UserError as error:
+            outcome = AnswerError("failed", str(error)).to_failed_row(chat.pending)
         if outcome is not None:
             self.on_outcome(shard, outcome)
 
