@@ -44,7 +44,7 @@ FAMILY_TITLES = {
     "lilicorr": "LiLiCorr",
     **{family: title for package in list_packages() for family, title in package.titles.items()},
 }
-"""Family, all of which spectrain's own layout holds -> its name in texts."""
+"""Family -> its name in texts. Spectrain's own layout holds all of them."""
 CORE_LAYOUTS = (
     TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
     TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),

@@ -40,11 +40,6 @@ class ServerCapabilities:
     # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP`
     # names.
     has_lookup: bool = False
-    # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in
-    # its body.
-    chooses_draft_length: bool = False
-    # Starts in seconds, so that it can be started again for each setting of a measurement.
-    starts_quickly: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from .base import (
     TimedStep,
 )
 from .errors import MALFORMED, ServerError, error_text
+from .settings import ClientSettings
 
 if TYPE_CHECKING:
     from .client import HttpClient
@@ -35,6 +36,9 @@ class OpenAIServer(Server):
 
     name = "openai"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities()
+
+    def __init__(self, config: ClientSettings) -> None:
+        super().__init__(config)
 
     async def request_completion(
         self, client: HttpClient, request: CompletionRequest

@@ -25,6 +25,7 @@ class LlamaCppStarter(EngineStarter):
     """Starts llama.cpp's server."""
 
     target_format = "gguf"
+    starts_quickly = True
 
     def __init__(self, server: LlamaCppServer) -> None:
         super().__init__(server)

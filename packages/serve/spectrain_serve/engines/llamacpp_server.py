@@ -42,7 +42,7 @@ class LlamaCppServer(OpenAIServer):
 
     name = "llamacpp"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        counts_drafts=True, has_lookup=True, starts_quickly=True
+        counts_drafts=True, has_lookup=True
     )
     settings: LlamaCppSettings
 

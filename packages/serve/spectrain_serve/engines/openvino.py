@@ -33,6 +33,9 @@ LOOKUP_MATCH = 4
 class OpenVinoStarter(EngineStarter):
     """Starts OpenVINO GenAI behind the script."""
 
+    starts_quickly = True
+    chooses_draft_length = True
+
     def __init__(self, server: OpenVinoServer) -> None:
         super().__init__(server)
         self.settings = server.settings

@@ -23,7 +23,7 @@ class OpenVinoServer(OpenAIServer):
 
     name = "openvino"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        counts_drafts=True, has_lookup=True, chooses_draft_length=True, starts_quickly=True
+        counts_drafts=True, has_lookup=True
     )
     settings: OpenVinoSettings
 

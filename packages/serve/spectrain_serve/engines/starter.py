@@ -21,6 +21,12 @@ class EngineStarter:
     # Format in which the target has to be exported to be started; None for an engine that reads
     # transformers' files.
     target_format: ClassVar[str | None] = None
+    # Whether it starts in seconds, so that it can be started again for each setting of a
+    # measurement.
+    starts_quickly: ClassVar[bool] = False
+    # Whether each request may choose the number of tokens that its rounds draft, as
+    # num_assistant_tokens in its body.
+    chooses_draft_length: ClassVar[bool] = False
 
     def __init__(self, server: Server) -> None:
         self.server = server

@@ -117,7 +117,7 @@ class EngineBench:
 
     def complete(self, server: Server) -> EngineBench:
         """Return the settings with those filled in that depend on the engine."""
-        is_quick = server.capabilities.starts_quickly
+        is_quick = find_starter(server).starts_quickly
         rows = sorted({*(self.rows or (ALL_ROWS if is_quick else FEW_ROWS))})
         return replace(self, rows=rows, passes=self.passes or (2 if is_quick else 1))
 
@@ -232,7 +232,7 @@ def list_drafter_groups(
     """
     drafter = launch.drafter
     assert drafter is not None
-    if server.capabilities.chooses_draft_length:
+    if find_starter(server).chooses_draft_length:
         return [StartGroup(launch, tuple(draft_lengths))]
     return [
         StartGroup(replace(launch, drafter=replace(drafter, num_tokens=count)), (count,))
@@ -312,7 +312,7 @@ class EngineTimer:
         """
         chosen = (
             {"num_assistant_tokens": num_drafts}
-            if self.server.capabilities.chooses_draft_length and num_drafts
+            if find_starter(self.server).chooses_draft_length and num_drafts
             else {}
         )
         extra = {**(self.server.settings.extra or {}), "ignore_eos": True, **chosen}

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 
+from packages.serve.tests.export.gguf_files import Change, change_gguf, change_rows, separate
 from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -55,7 +56,6 @@ from spectrain_serve.layouts.gguf_model import write_target
 from spectrain_serve.scoring.agreement import list_rounds
 from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
 from spectrain_serve.scoring.rounds import to_generation
-from tests.export.gguf_files import Change, change_gguf, change_rows, separate
 
 from .faults import check_cause
 

@@ -26,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from packages.serve.tests.export.gguf_files import interleave
 from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -62,7 +63,6 @@ from spectrain_serve.layouts.openvino import (
     read_fused_layers,
     write_fused_layers,
 )
-from tests.export.gguf_files import interleave
 
 from .faults import check_cause
 
