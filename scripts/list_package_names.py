@@ -44,7 +44,8 @@ def list_names() -> dict[str, dict[str, list[str]]]:
 
 def list_settings(package: str) -> dict[str, list[str]]:
     """Return the settings that the parts of a package add to `eval`, the formats that only its
-    layouts have, its commands, and the groups of its entry points.
+    layouts have, the drafters that it exports without a run, its commands, and the groups of its
+    entry points.
     """
     module = f"spectrain_{package}."
     parts = [
@@ -78,8 +79,16 @@ def list_settings(package: str) -> dict[str, list[str]]:
         for group, entries in read_entry_points().items()
         if any(entry.value.startswith(module) for entry in entries)
     ]
+    weightless = [
+        name
+        for layouts in load_entry_points("export")
+        for export in layouts.weightless
+        if export.path.startswith(module)
+        for name in export.drafters
+    ]
     entries = {"command.": sorted(commands), "group.": sorted(provided)}
-    return {**settings, "format": sorted(formats), **entries}
+    exported = {"format": sorted(formats), "export.drafter": sorted(weightless)}
+    return {**settings, **exported, **entries}
 
 
 def render_names() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from spectrain.config.choices import list_constructors
 from spectrain.config.installed import list_package_roots
+from spectrain.export.layouts import FORMATS
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,8 +24,15 @@ def load_cases(module: str) -> dict[str, Any]:
         path = f"{package}.{folder}.{name.removeprefix('test_')}_cases"
         if (root.joinpath(*folder.split("."), f"{name.removeprefix('test_')}_cases.py")).exists():
             assert find_spec(path) is not None, f"{path} is found from the root of the repository"
-            cases |= import_module(path).CASES
+            for table, more in import_module(path).CASES.items():
+                own = cases.get(table, type(more)())
+                cases[table] = own | more if isinstance(own, dict) else own + more
     return cases
+
+
+def select_formats(*formats: str) -> list[str]:
+    """Return those of these values of `format` that this package or an installed one has."""
+    return [name for name in formats if name in FORMATS]
 
 
 def select_installed(group: str, choices: Any) -> Any:

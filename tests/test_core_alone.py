@@ -64,6 +64,8 @@ MISSING = {
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
+    "`spectrain export drafter=ngram`": ["export", "drafter=ngram", "format=vllm", "out=x"],
+    "format=gguf": ["export", "target=tiny", "format=gguf", "out=x"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
     "`spectrain serve`": ["serve", "run=runs/NAME"],
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
@@ -72,6 +74,8 @@ MISSING = {
 }
 SERVE = (
     "server=spectrain",
+    "format=gguf",
+    "`spectrain export drafter=ngram`",
     "`spectrain follow`",
     "`spectrain serve`",
     "`spectrain bench engine`",

@@ -250,7 +250,8 @@ def list_idea_names() -> dict[str, set[str]]:
     groups: dict[str, set[str]] = defaultdict(set)
     for package in read_package_names().values():
         for group, names in package.items():
-            if "." not in group and group != "format":
+            # Formats and servers are named after other projects.
+            if "." not in group and group not in ("format", "server"):
                 groups[group] |= {*names}
     groups[""] = {
         path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/README.md")

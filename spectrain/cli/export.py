@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from spectrain.config.build import GroupSpec
@@ -20,12 +22,18 @@ from spectrain.export.converter import (
     resolve_target,
     write_checked,
 )
-from spectrain.export.copying import refuse_other_drafters, render_copying_card, write_copying
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
 from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
-from spectrain.export.layouts import detect_layout, read_files, select_layout
+from spectrain.export.layouts import (
+    TARGET_FORMATS,
+    detect_layout,
+    find_weightless_export,
+    read_files,
+    require_format,
+    select_layout,
+)
 from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.quantization import WeightQuantization
@@ -35,10 +43,6 @@ from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter
-
-TARGET_FORMATS = {"gguf": "GGUF", "openvino": "OpenVINO"}
-"""Formats in which a target can be written, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,22 @@ def run_export(push: str | None, private: bool, drafter: GroupSpec | None, **set
     for key in ("dtype", "engine_python", "quantize"):
         if settings[key]:
             raise UserError(f"{key}: drafter={drafter.choice} has no weights; leave it out")
-    return export_copying(
+    return export_weightless(
         drafter, settings["format"], settings["out"], settings["target"], destination
     )
 
 
-def export_copying(
+def export_weightless(
     drafter: GroupSpec,
     format: str | None,
     out: str | None,
     target: GroupSpec | None,
     push: Upload | None = None,
 ) -> Path:
-    """Write a drafter that copies, and its store, for vLLM, with a card."""
-    refuse_other_drafters(drafter, format)
+    """Write a drafter without weights for an engine, with a card."""
+    export = find_weightless_export(str(drafter.choice), format)
     require_keys(
-        f"spectrain export drafter={drafter.choice} target=tiny format=vllm out=DIR",
+        f"spectrain export drafter={drafter.choice} target=tiny format={format} out=DIR",
         out=out,
         target=target or None,
     )
@@ -85,10 +89,13 @@ def export_copying(
     files = requested_target(target)
     assert files is not None
     name = push.name if push else str(folder)
+    write: Callable[[GroupSpec, TargetFiles, Path, str], None] = resolve_name(export.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
-        write_copying(drafter, files, scratch)
-        (scratch / "README.md").write_text(render_copying_card(drafter, files, name))
-    print(f"drafter={drafter.choice} for vLLM: written to {folder}; README.md says how to serve it")
+        write(drafter, files, scratch, name)
+    print(
+        f"drafter={drafter.choice} for {export.title}: written to {folder}; README.md says how to "
+        "serve it"
+    )
     if push:
         print(f"uploaded to {upload(folder, push.name, push.private)}")
     return folder
@@ -110,6 +117,8 @@ def export_command(
     Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
     quantization: WeightQuantization | None = quantize.build() if quantize else None
+    if format is not None:
+        require_format(format)
     if run is None and format in TARGET_FORMATS and target is not None:
         refuse_quantization(quantization, f"format={format} of a target")
         require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
@@ -265,15 +274,11 @@ def export_target(
     """Write a target in an engine's format into a new folder; return the folder."""
     folder = Path(out)
     refuse_nonempty(folder)
+    target_format = TARGET_FORMATS[format_name]
+    write_target: Callable[..., Path] = resolve_name(target_format.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
-        if format_name == "gguf":
-            from spectrain.export.gguf_model import write_target
-
-            name = write_target(target, scratch, dtype).name
-        else:
-            IrConverter(engine_python, dtype or "float32").convert(target.engine_path, scratch)
-            name = f"{IR_NAME}.xml"
-    print(f"{target.name}, {TARGET_FORMATS[format_name]}: written to {folder / name}")
+        name = write_target(target, scratch, dtype, engine_python).name
+    print(f"{target.name}, {target_format.title}: written to {folder / name}")
     return folder
 
 

@@ -1,5 +1,5 @@
 """Copied drafts: matches in the text itself and in a store, and how probable their copies are.
 
-This folder imports numpy alone, and its modules import each other by relative names, because an
-export takes them along (`engine_drafter.py`).
+This folder imports numpy alone, and its modules import each other by relative names, because a
+package that an engine loads takes them along.
 """

@@ -100,13 +100,14 @@ class IndexedText:
         self.num_indexed = len(self.tokens)
 
 
-def build_trie(occurrences: list[Occurrence], growth: float = 2.0, fading: float = 0.97) -> Trie:
+def build_trie(occurrences: list[Occurrence]) -> Trie:
     """Build a trie of continuations, weighted by the lengths and the number of their matches,
     slightly more for the first ones.
 
-    The growth hardly matters (2, 4 and 8: 1.77 tokens per forward each, tiny, trees of 16 nodes).
+    The growth with the length hardly matters (2, 4 and 8: 1.77 tokens per forward each, tiny,
+    trees of 16 nodes).
     """
     trie = Trie()
     for rank, occurrence in enumerate(occurrences):
-        trie.add_continuation(occurrence.tokens, growth**occurrence.length * fading**rank)
+        trie.add_continuation(occurrence.tokens, 2.0**occurrence.length * 0.97**rank)
     return trie

@@ -14,16 +14,19 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.advice import list_engine_advice
-from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
+from spectrain.servers.commands import Engine, EngineLaunch
+from spectrain.servers.engines import ENGINES, simulate_acceptance
 
 from .engine_support import name_engine
+from .launches import engine_target, make_launches
 from .layout import DrafterCheckpoint, Layout
 from .layouts import FAMILY_TITLES
 from .native import PYTHON_TITLE
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
 
+Scores = Mapping[str, dict[str, Any]]
+"""The summaries of a run's evaluations by name."""
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 """vLLM's setting for draft tokens by the number of requests."""
 
@@ -39,6 +42,8 @@ def render_card(
     """Return the text of README.md; its numbers are those of the run's evaluations, by real
     decoding, and what `quantization` of spectrain.json says of rounded weights.
     """
+    scores = read_scores(run)
+    launches = make_launches(drafter, layout, target, drafter_path)
     kind = FAMILY_TITLES.get(drafter.family, drafter.family)
     name = base_model_name(target, drafter, run)
     on_hub = "/" in target.reference and not Path(target.reference).exists()
@@ -72,15 +77,15 @@ def render_card(
             "it, 4-bit weights dequantised; these are not the hub's weights."
         )
     sections = [
-        *measured_section(run),
+        *measured_section(scores),
         "",
         *quantization_section(quantization),
-        *serve_section(drafter, layout, target, drafter_path),
+        *serve_section(drafter, layout, target, drafter_path, launches),
         "",
     ]
-    sections += gain_section([*make_launches(drafter, layout, target, drafter_path)], target, run)
-    sections += schedule_section(drafter, layout, target, drafter_path, run)
-    sections += simulation_section(drafter, layout, target, drafter_path, run)
+    sections += gain_section([*launches], target, run, scores)
+    sections += schedule_section(launches, layout, target, scores)
+    sections += simulation_section(launches, layout, target, scores)
     return "\n".join([*head, *intro, "", *sections])
 
 
@@ -95,7 +100,7 @@ def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) 
     return target.name
 
 
-def read_scores(run: Path) -> dict[str, dict[str, Any]]:
+def read_scores(run: Path) -> Scores:
     """Return the summaries of a run's evaluations in this project's own engine, by name, the
     held-out prompts first.
     """
@@ -107,9 +112,8 @@ def read_scores(run: Path) -> dict[str, dict[str, Any]]:
     return {name: summary for name, summary in scores.items() if "server" not in summary}
 
 
-def measured_section(run: Path) -> list[str]:
+def measured_section(summaries: Scores) -> list[str]:
     """Return a table of the run's evaluations, then the setting of each."""
-    summaries = read_scores(run)
     if not summaries:
         return [
             "## Measured",
@@ -220,7 +224,7 @@ def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
+def warn_of_long_texts(summaries: Scores) -> list[str]:
     """Return what the scores say beyond the length of the training's texts, or that none goes
     beyond.
     """
@@ -257,16 +261,16 @@ def describe_tree(entry: dict[str, Any]) -> str:
 
 
 def simulation_section(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path
+    launches: dict[str, EngineLaunch], layout: Layout, target: TargetFiles, scores: Scores
 ) -> list[str]:
     """Return the engines' own commands that simulate the measured acceptance; [] if no chain was
     measured.
     """
-    measured = measured_rates(run)
+    measured = measured_rates(scores)
     if measured is None:
         return []
     name, rates = measured
-    launches = simulate_acceptance(make_launches(drafter, layout, target, path), rates)
+    launches = simulate_acceptance(launches, rates)
     if not launches:
         return []
     lines = [
@@ -285,12 +289,12 @@ def simulation_section(
 
 
 def schedule_section(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path
+    launches: dict[str, EngineLaunch], layout: Layout, target: TargetFiles, scores: Scores
 ) -> list[str]:
     """Return vLLM's command with a number of draft tokens for every number of requests; [] where
     no sweep over batch sizes measured a chain, or vLLM does not read the layout."""
-    schedule = read_schedule(run)
-    launch = make_launches(drafter, layout, target, path).get("vllm")
+    schedule = read_schedule(scores)
+    launch = launches.get("vllm")
     if schedule is None or launch is None or launch.drafter is None:
         return []
     name, content = schedule
@@ -313,20 +317,22 @@ def schedule_section(
     ]
 
 
-def read_schedule(run: Path) -> tuple[str, dict[str, Any]] | None:
+def read_schedule(scores: Scores) -> tuple[str, dict[str, Any]] | None:
     """Return an evaluation's name and the schedule that its sweep over batch sizes gave, or
     None."""
-    for name, summary in read_scores(run).items():
+    for name, summary in scores.items():
         schedule = ((summary.get("axis") or {}).get("load") or {}).get("schedule")
         if schedule and any(length for _, _, length in schedule["ranges"]):
             return name, schedule
     return None
 
 
-def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list[str]:
+def gain_section(
+    engines: Sequence[str], target: TargetFiles, run: Path, scores: Scores
+) -> list[str]:
     """Return what drafting can gain in the engines that read this layout, where `spectrain bench
     engine` has measured the target; [] if it has not."""
-    measured = measured_rates(run)
+    measured = measured_rates(scores)
     rates = None if measured is None else measured[1]
     sentences = [
         sentence
@@ -336,11 +342,11 @@ def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list
     return ["## What drafting can gain in engines", "", *sentences, ""] if sentences else []
 
 
-def measured_rates(run: Path) -> tuple[str, list[float]] | None:
+def measured_rates(scores: Scores) -> tuple[str, list[float]] | None:
     """Return an evaluation's name, and the rates of its chain (`chain_rates`); None if no chain
     was measured.
     """
-    rates = {name: chain_rates(summary) for name, summary in read_scores(run).items()}
+    rates = {name: chain_rates(summary) for name, summary in scores.items()}
     return next(((name, by_position) for name, by_position in rates.items() if by_position), None)
 
 
@@ -353,15 +359,6 @@ def chain_rates(summary: Mapping[str, Any]) -> list[float]:
     chain = max(chains, key=lambda entry: len(entry.get("acceptance_by_depth") or ()), default={})
     # An evaluation has the shares of the rounds that accepted all tokens before.
     return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
-
-
-def make_launches(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str
-) -> dict[str, EngineLaunch]:
-    """Return, by engine, its launch with the drafter in the folder `path`."""
-    target_path = engine_target(drafter, layout, target, path)
-    launches = layout.drafter_launches(drafter, target, path)
-    return {name: EngineLaunch(target_path, drafter=launch) for name, launch in launches.items()}
 
 
 def format_commands(
@@ -436,21 +433,6 @@ def template_text(facts: dict[str, Any] | None) -> str:
     return f"chat template {facts['sha256']}{arguments}; "
 
 
-def engine_target(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str
-) -> str:
-    """Return the path of the target that an engine loads: the export itself, the target that was
-    trained, or the target.
-    """
-    if layout.holds_target:
-        return drafter_path
-    return (
-        f"{drafter_path}/target"
-        if drafter.trained_target is not None and not drafter.is_target
-        else target.engine_path
-    )
-
-
 def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -> str:
     """Return the command of an engine, behind the one that exports the target where the engine
     needs that.
@@ -470,11 +452,14 @@ def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -
 
 
 def serve_section(
-    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str
+    drafter: DrafterCheckpoint,
+    layout: Layout,
+    target: TargetFiles,
+    drafter_path: str,
+    launches: dict[str, EngineLaunch],
 ) -> list[str]:
     """Return the command of every engine that reads this layout."""
     target_path = engine_target(drafter, layout, target, drafter_path)
-    launches = make_launches(drafter, layout, target, drafter_path)
     commands = layout.python_snippets(drafter, target_path, drafter_path)
     is_shipped = target.reference in BUNDLED_TARGETS
     commands["spectrain"] = f"spectrain eval run={drafter_path} " + (

@@ -14,6 +14,7 @@ from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
 
 from .drafter_files import METADATA_FILE, write_json
+from .file_checks import NOT_DATA
 from .layout import (
     DESCRIPTION_KEYS,
     MALFORMED_ERRORS,
@@ -21,8 +22,7 @@ from .layout import (
     Layout,
 )
 from .layouts import detect_layout, read_files, select_layout
-from .linter import NOT_DATA, check_files
-from .loading_check import check_settings
+from .linter import check_files, check_settings
 from .targets import TargetFiles
 
 LAYOUT_SETTINGS = (

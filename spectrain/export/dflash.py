@@ -21,11 +21,10 @@ from spectrain.errors import UserError
 from .container import Finding
 from .drafter_files import DrafterFiles
 from .eagle3 import drafter_layer_config
-from .fused import FOREIGN_PARTS, Export, FusedFamily, FusedLayout
+from .fused import FOREIGN_PARTS, Export, FusedFamily, FusedFiles, FusedLayout
 from .fused_config import (
     HEAD,
     SIZE_KEYS,
-    FusedConfig,
     equal_when_rounded,
     flatten_config,
     require_keys,
@@ -101,9 +100,8 @@ class BlockFamily(FusedFamily):
             **self.fixed_entries,
         }
 
-    def read_settings(
-        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
+    def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
+        config = source.config
         values = {
             **config.settings,
             "num_layers": config.num_layers,
@@ -114,9 +112,7 @@ class BlockFamily(FusedFamily):
         }
         return {key: values[key] for key in (*BLOCK_SETTINGS, *self.config_keys)}
 
-    def adjust_expected(
-        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
-    ) -> ExpectedTensors:
+    def adjust_expected(self, source: FusedFiles, expected: ExpectedTensors) -> ExpectedTensors:
         if CONFIDENCE_WEIGHT in expected.required:
             # Some confidence heads do not read the preceding token; `find_block_obstacle` names
             # them.
@@ -124,16 +120,13 @@ class BlockFamily(FusedFamily):
         return expected
 
     def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
+        self, source: FusedFiles, tensors: dict[str, Tensor], target: TargetFiles | None
     ) -> None:
+        config = source.config
         if HEAD not in tensors or config.has_draft_vocabulary:
             return
         problem = (
-            f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and "
+            f"{source.files.directory}: {HEAD} has all {config.vocab_size} rows, and "
             f"drafter={self.choice} then uses the target's"
         )
         if target is None:
@@ -212,32 +205,35 @@ def block_family(layout: FusedLayout) -> BlockFamily:
     return layout.family
 
 
-def find_block_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
+def find_block_obstacle(source: FusedFiles) -> str | None:
     """Describe what no block drafter or not this one can represent."""
-    config = flatten_config(files.config)
-    conflict = find_cell_conflict(layout.parse_config(files).settings)
+    config = flatten_config(source.files.config)
+    conflict = find_cell_conflict(source.config.settings)
     if conflict is not None:
         return conflict
     if config.get("enable_confidence_head") and config.get("confidence_head_with_markov") is False:
         return (
-            f"confidence_head_with_markov=False: the confidence head of {layout.choice} "
+            f"confidence_head_with_markov=False: the confidence head of {source.layout.choice} "
             "reads the preceding token, too"
         )
-    if (files.directory / "mask_embedding.pt").exists():
-        return f"mask_embedding.pt is a separate embedding of the mask, which {layout.choice} lacks"
+    if (source.files.directory / "mask_embedding.pt").exists():
+        return (
+            "mask_embedding.pt is a separate embedding of the mask, which "
+            f"{source.layout.choice} lacks"
+        )
     return None
 
 
 OBSTACLES = (find_common_obstacle, find_block_obstacle)
 
 
-def block_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def block_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults of every layout of block drafters."""
-    yield from common_findings(layout, files)
-    if layout.find_unsupported(files) is not None:
+    yield from common_findings(source)
+    if source.obstacle is not None:
         return
-    family = block_family(layout)
-    config = layout.parse_config(files)
+    family = block_family(source.layout)
+    config = source.config
     mask_token = config.settings["mask_token_id"]
     if config.settings["sample_from_anchor"] and not family.is_shifted:
         yield Finding(
@@ -264,7 +260,7 @@ def block_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding
             "engines put that token into every slot to draft",
             "write the id that it was trained with",
         )
-    values = flatten_config(files.config)
+    values = flatten_config(source.files.config)
     ids = {key: values[key] for key in LAYER_ID_OFFSETS if values.get(key)}
     streams = {
         tuple(id + LAYER_ID_OFFSETS[key] for id in layer_ids) for key, layer_ids in ids.items()
@@ -279,19 +275,17 @@ def block_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding
             "others number; engines differ in which they read",
             "keep the key that it was trained with",
         )
-    yield from markov_findings(files)
+    yield from markov_findings(source.files)
 
 
-def block_target_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def block_target_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield what contradicts the target: settings, the numbering of layers and the mask token."""
-    yield from common_target_findings(layout, files, target)
-    config = layout.parse_config(files)
+    yield from common_target_findings(source, target)
+    config = source.config
     assert config.layers is not None
     default = default_layers(target.num_layers, len(config.layers))
     mask_token = config.settings["mask_token_id"]
-    offset = layout.layer_id_offset
+    offset = source.layout.layer_id_offset
     if config.layers == [layer + (1 if offset else -1) for layer in default]:
         yield Finding(
             "layer-ids-numbering",

@@ -31,8 +31,7 @@ from .dflash import (
     refuse_draft_vocabulary,
     require_block_keys,
 )
-from .drafter_files import DrafterFiles
-from .fused import Export, FusedLayout, launch_with, no_launches, rename_prefixes
+from .fused import Export, FusedFiles, FusedLayout, launch_with, no_launches, rename_prefixes
 from .fused_config import (
     EMBEDDING,
     HEAD,
@@ -51,27 +50,27 @@ DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"  # DeepSpec's DFlash has it, too, wit
 TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 
 
-def is_flat_dflash(layout: FusedLayout, files: DrafterFiles) -> bool:
-    is_block = layout.has_architecture(files) or "dflash_config" in files.config
-    return is_block and "speculators_model_type" not in files.config
+def is_flat_dflash(source: FusedFiles) -> bool:
+    is_block = source.has_architecture or "dflash_config" in source.files.config
+    return is_block and "speculators_model_type" not in source.files.config
 
 
-def names_architecture(layout: FusedLayout, files: DrafterFiles) -> bool:
+def names_architecture(source: FusedFiles) -> bool:
     """Tell whether config.json names the very class that the layout writes."""
-    return layout.architectures[0] in (files.config.get("architectures") or [])
+    return source.layout.architectures[0] in (source.files.config.get("architectures") or [])
 
 
-def is_flat_dspark(layout: FusedLayout, files: DrafterFiles) -> bool:
+def is_flat_dspark(source: FusedFiles) -> bool:
     return (
-        names_architecture(layout, files)
-        and files.config.get("markov_rank") != 0
-        and "speculators_model_type" not in files.config
+        names_architecture(source)
+        and source.files.config.get("markov_rank") != 0
+        and "speculators_model_type" not in source.files.config
     )
 
 
-def parse_flat_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_flat_block(source: FusedFiles) -> FusedConfig:
     """Translate a flat config.json, whose `dflash_config` may hold some of the keys."""
-    config = flatten_config(files.config)
+    config = flatten_config(source.files.config)
     require_block_keys(config, ("block_size", "mask_token_id", "target_layer_ids"))
     slides = "sliding_attention" in (config.get("layer_types") or [])
     window = None
@@ -88,16 +87,16 @@ def parse_flat_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
         "sample_from_anchor": bool(shifted),
         "causal": bool(causal),
         "window": window,
-        **block_family(layout).read_keys(config),
+        **block_family(source.layout).read_keys(config),
     }
-    layers = [layer + layout.layer_id_offset for layer in config["target_layer_ids"]]
+    layers = [layer + source.layout.layer_id_offset for layer in config["target_layer_ids"]]
     return FusedConfig(config, layers, {}, config.get("draft_vocab_size"), settings)
 
 
-def ignored_head_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def ignored_head_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield tensors that SGLang does not read."""
-    ignored = [name for name in (HEAD, EMBEDDING) if name in layout.native_tensors(files)]
-    if ignored and DEEPSPEC_ARCHITECTURE not in (files.config.get("architectures") or []):
+    ignored = [name for name in (HEAD, EMBEDDING) if name in source.tensors]
+    if ignored and DEEPSPEC_ARCHITECTURE not in (source.files.config.get("architectures") or []):
         yield Finding(
             "ignored-head",
             "error",
@@ -322,7 +321,7 @@ TRANSFORMERS_DFLASH = replace(
             "hidden_norm.": "encoder.output_norm_enc.",
         }
     ),
-    matches=lambda layout, files: files.config.get("model_type") == TRANSFORMERS_TYPE,
+    matches=lambda source: source.files.config.get("model_type") == TRANSFORMERS_TYPE,
     make_config=transformers_config,
     architectures=("MuseGlimmerAssistantModel",),
     file_checks=(block_findings,),

@@ -26,8 +26,7 @@ from .dflash import (
     qwen3_layer,
     require_block_keys,
 )
-from .drafter_files import DrafterFiles
-from .fused import Export, FusedLayout, launch_with, rename_prefixes
+from .fused import Export, FusedFiles, FusedLayout, launch_with, rename_prefixes
 from .fused_config import FusedConfig, flatten_config
 from .layout import DrafterCheckpoint
 from .speculators import (
@@ -42,12 +41,12 @@ from .speculators import (
 from .targets import TargetFiles
 
 
-def parse_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_block(source: FusedFiles) -> FusedConfig:
     """Translate config.json. The library trains layers with a window causally inside the block,
     unless sliding_window_non_causal, whose default depends on the family.
     """
-    config = files.config
-    family = block_family(layout)
+    config = source.files.config
+    family = block_family(source.layout)
     keys = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", LAYER)
     require_block_keys(flatten_config(config), keys)
     layer = config[LAYER]
@@ -65,10 +64,10 @@ def parse_block(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
     return FusedConfig(layer, layers, {}, config.get("draft_vocab_size"), settings)
 
 
-def implicit_causality_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def implicit_causality_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where a key is missing whose default differs between readers."""
-    types = files.config[LAYER].get("layer_types")
-    is_missing = files.config.get("sliding_window_non_causal") is None
+    types = source.files.config[LAYER].get("layer_types")
+    is_missing = source.files.config.get("sliding_window_non_causal") is None
     if is_missing and "sliding_attention" in (types or []):
         yield Finding(
             "block-causality-implicit",
@@ -80,10 +79,10 @@ def implicit_causality_findings(layout: FusedLayout, files: DrafterFiles) -> Ite
         )
 
 
-def causality_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def causality_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where slots attend to other slots in an engine than in training."""
-    types = files.config[LAYER].get("layer_types")
-    is_causal = files.config.get("sliding_window_non_causal") is False
+    types = source.files.config[LAYER].get("layer_types")
+    is_causal = source.files.config.get("sliding_window_non_causal") is False
     if is_causal and "sliding_attention" not in (types or []):
         yield Finding(
             "block-causality",
@@ -97,11 +96,11 @@ def causality_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Fin
         )
 
 
-def window_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def window_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault of a DSpark, from which vLLM reads no causality: it serves layers with a
     window causally and others not.
     """
-    settings = layout.parse_config(files).settings
+    settings = source.config.settings
     if settings["window"] is not None and not settings["causal"]:
         yield Finding(
             "block-causality",
@@ -114,10 +113,10 @@ def window_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Findin
         )
 
 
-def token_count_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def token_count_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where an engine drafts more than a block."""
-    settings = layout.parse_config(files).settings
-    num_tokens = read_method(files).get("speculative_tokens") or 0
+    settings = source.config.settings
+    num_tokens = read_method(source.files).get("speculative_tokens") or 0
     num_slots = settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
     if num_tokens > num_slots:
         yield Finding(
@@ -130,9 +129,9 @@ def token_count_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[F
         )
 
 
-def anchor_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def anchor_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault of a DSpark whose shift is not written."""
-    if files.config.get("sample_from_anchor") is None:
+    if source.files.config.get("sample_from_anchor") is None:
         yield Finding(
             "anchor-implicit",
             "error",

@@ -118,7 +118,6 @@ class DrafterFiles:
             names.get("tokenizer"),
             content.get("exits"),
             content.get("mask_row"),
-            content.get("quantization"),
         )
 
     def read_group(self, group: str) -> GroupSpec:
@@ -152,7 +151,6 @@ class ExportMetadata:
     tokenizer_hash: str | None
     early_exits: Any = None  # of a target that was trained to exit early
     mask_row: Any = None  # embedding row that PARD's mask token replaces
-    quantization: Any = None  # what rounding the weights cost
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from .fused import (
     FOREIGN_PARTS,
     Export,
     FusedFamily,
+    FusedFiles,
     FusedLayout,
     TensorNames,
     launch_with,
@@ -50,30 +51,24 @@ class Eagle1Family(FusedFamily):
     """EAGLE, whose embedding and output layer are the target's."""
 
     needs_bias: Callable[[DrafterFiles], bool]  # whether readers of the files expect a bias of fc
-    choice: str = "eagle1"
-    covers: tuple[str, ...] = ()
+    choice = "eagle1"
     own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
-    foreign_parts: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "norm": "a norm before or after the layer, which our layer lacks",
-            **FOREIGN_PARTS,
-        }
-    )
-    fixed_values: Mapping[str, Any] = field(
-        default_factory=lambda: {**FIXED_VALUES, "num_hidden_layers": 1}
-    )
+    foreign_parts = {  # noqa: RUF012  (the contract has a Mapping)
+        "norm": "a norm before or after the layer, which our layer lacks",
+        **FOREIGN_PARTS,
+    }
+    fixed_values = {**FIXED_VALUES, "num_hidden_layers": 1}  # noqa: RUF012
 
-    def read_settings(
-        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
-        bias = layout.native_tensors(files).get(FC_BIAS)
+    def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
+        bias = source.tensors.get(FC_BIAS)
         # SGLang's layout has one, even an untrained one.
-        return {"bias": bias is not None and bool(bias.any()), "architecture": config.architecture}
+        return {
+            "bias": bias is not None and bool(bias.any()),
+            "architecture": source.config.architecture,
+        }
 
-    def adjust_expected(
-        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
-    ) -> ExpectedTensors:
-        prefix = "model." if "model.fc.weight" in files.tensors else ""
+    def adjust_expected(self, source: FusedFiles, expected: ExpectedTensors) -> ExpectedTensors:
+        prefix = "model." if "model.fc.weight" in source.files.tensors else ""
         required = {
             name: shape for name, shape in expected.required.items() if name != prefix + FC_BIAS
         }
@@ -82,20 +77,16 @@ class Eagle1Family(FusedFamily):
             for name, shape in expected.optional.items()
             if name not in (HEAD, "d2t", "t2d")
         }
-        group = required if self.needs_bias(files) else optional
-        group[prefix + FC_BIAS] = (layout.parse_config(files).width,)
+        group = required if self.needs_bias(source.files) else optional
+        group[prefix + FC_BIAS] = (source.config.width,)
         return ExpectedTensors(required, optional, expected.ignored)
 
     def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
+        self, source: FusedFiles, tensors: dict[str, Tensor], target: TargetFiles | None
     ) -> None:
         if EMBEDDING in tensors:
             require_target(target, f"{EMBEDDING} should be the target's own")
-            self.refuse(files, EMBEDDING)
+            self.refuse(source.files, EMBEDDING)
         if FC_BIAS in tensors and not tensors[FC_BIAS].any():
             del tensors[FC_BIAS]
 
@@ -115,46 +106,42 @@ class Eagle1Family(FusedFamily):
 class NestedEagle1Family(Eagle1Family):
     """EAGLE in files that also hold the target's output layer."""
 
-    def adjust_expected(
-        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
-    ) -> ExpectedTensors:
-        expected = super().adjust_expected(layout, files, expected)
-        config = layout.parse_config(files)
-        names = [name for name in files.tensors if layout.names.to_native(name) == HEAD]
+    def adjust_expected(self, source: FusedFiles, expected: ExpectedTensors) -> ExpectedTensors:
+        expected = super().adjust_expected(source, expected)
+        config = source.config
+        to_native = source.layout.names.to_native
+        names = [name for name in source.files.tensors if to_native(name) == HEAD]
         expected.optional.update(dict.fromkeys(names, (config.vocab_size, config.width)))
         return expected
 
     def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
+        self, source: FusedFiles, tensors: dict[str, Tensor], target: TargetFiles | None
     ) -> None:
         if HEAD in tensors:
             target = require_target(target, f"{HEAD} should be the target's own")
             if not is_close_to(tensors.pop(HEAD), target.load_head()):
-                self.refuse(files, HEAD)
-        super().read_head(files, config, tensors, target)
+                self.refuse(source.files, HEAD)
+        super().read_head(source, tensors, target)
 
 
-def is_eagle1(layout: FusedLayout, files: DrafterFiles) -> bool:
+def is_eagle1(source: FusedFiles) -> bool:
     """Tell whether config.json names one of the layout's classes, and fc reads two streams."""
-    shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
-    is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
-    is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)
+    tensors = source.files.tensors
+    shape = tensors["fc.weight"].shape if "fc.weight" in tensors else ()
+    is_other_layout = not {"drafter", "speculators_model_type"}.isdisjoint(source.files.config)
+    is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in tensors)
     return (
-        layout.has_architecture(files)
+        source.has_architecture
         and not (is_other_layout or is_eagle3)
         and len(shape) == 2
         and shape[1] == 2 * shape[0]
     )
 
 
-def parse_eagle1(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_eagle1(source: FusedFiles) -> FusedConfig:
     """Translate the flat config.json."""
-    require_keys(files.config, SIZE_KEYS)
-    return FusedConfig(files.config, None, {}, None)
+    require_keys(source.files.config, SIZE_KEYS)
+    return FusedConfig(source.files.config, None, {}, None)
 
 
 def eagle1_config(export: Export) -> dict[str, Any]:
@@ -193,9 +180,9 @@ def with_bias(export: Export) -> dict[str, Tensor]:
     return {FC_BIAS: fc.new_zeros(len(fc)), **export.tensors}
 
 
-def bias_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def bias_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a bias that vLLM ignores."""
-    bias = layout.native_tensors(files).get(FC_BIAS)
+    bias = source.tensors.get(FC_BIAS)
     if bias is not None and bias.any():
         yield Finding(
             "fc-bias",
@@ -253,18 +240,19 @@ VLLM_EAGLE1 = replace(
 )
 
 
-def unnest_config(files: DrafterFiles) -> DrafterFiles:
+def unnest_config(source: FusedFiles) -> FusedFiles:
     """Return the files with the configuration below `model` moved to the top level."""
-    return replace(files, config={**files.config, **files.config["model"]})
+    files = source.files
+    return replace(source, files=replace(files, config={**files.config, **files.config["model"]}))
 
 
-def find_nested_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
-    if "token_map" in files.tensors:
+def find_nested_obstacle(source: FusedFiles) -> str | None:
+    if "token_map" in source.files.tensors:
         return "token_map is a map of a part of the vocabulary, which drafter=eagle1 lacks"
-    return find_common_obstacle(layout, unnest_config(files))
+    return find_common_obstacle(unnest_config(source))
 
 
-def nested_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def nested_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield that engines of today do not look for the configuration there."""
     yield Finding(
         "nested-config",
@@ -287,10 +275,11 @@ NESTED_EAGLE1 = replace(
         lambda name: name.removeprefix("model.").removeprefix("model.").removeprefix(LAYER_PREFIX),
         ORIGINAL_EAGLE1.names.to_file,
     ),
-    matches=lambda layout, files: (
-        files.config.get("model_type") == "eagle" and isinstance(files.config.get("model"), dict)
+    matches=lambda source: (
+        source.files.config.get("model_type") == "eagle"
+        and isinstance(source.files.config.get("model"), dict)
     ),
-    parse=lambda layout, files: parse_eagle1(layout, unnest_config(files)),
+    parse=lambda source: parse_eagle1(unnest_config(source)),
     obstacles=(find_nested_obstacle,),
     # Unlike today's, the class of this layout has a bias.
     file_checks=(common_findings, nested_findings),

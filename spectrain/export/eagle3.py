@@ -7,7 +7,6 @@ Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +17,8 @@ from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.drafters.layers.target_kind import is_latent, latent_sizes
 from spectrain.errors import UserError
 
-from .drafter_files import DrafterFiles
-from .fused import FusedFamily, FusedLayout, TensorNames
-from .fused_config import HEAD, FusedConfig, layer_rope
+from .fused import FusedFamily, FusedFiles, TensorNames
+from .fused_config import HEAD, layer_rope
 from .layout import DrafterCheckpoint, MissingTarget
 from .targets import TargetFiles
 
@@ -29,15 +27,13 @@ NUM_FUSED_LAYERS = 3
 LAYER_PARTS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
 
 
-@dataclass(frozen=True)
 class Eagle3Family(FusedFamily):
     """EAGLE-3, whose own embedding is a flag of its layer."""
 
-    choice: str = "eagle3"
+    choice = "eagle3"
 
-    def read_settings(
-        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
+    def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
+        config = source.config
         settings = {
             "vocab_size": config.draft_rows,
             "layers": config.layers,
@@ -45,29 +41,23 @@ class Eagle3Family(FusedFamily):
         }
         if config.window is not None:
             settings["window"] = config.window
-        return settings | self.layer_settings(config, files, own_embedding)
+        return settings | self.layer_settings(source, own_embedding)
 
-    def layer_settings(
-        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
+    def layer_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
         """Return the settings that EAGLE-3 and P-EAGLE hold differently: the layer, and whether
         the embedding is its own.
         """
-        return {
-            "architecture": config.architecture | ({"own_embedding": True} if own_embedding else {})
-        }
+        flag = {"own_embedding": True} if own_embedding else {}
+        return {"architecture": source.config.architecture | flag}
 
     def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
+        self, source: FusedFiles, tensors: dict[str, Tensor], target: TargetFiles | None
     ) -> None:
         if HEAD not in tensors:
             if target is None:
                 raise MissingTarget(
-                    f"{files.directory}: {HEAD} is missing, so it is the target's; give --target"
+                    f"{source.files.directory}: {HEAD} is missing, so it is the target's; give "
+                    "--target"
                 )
             tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
 

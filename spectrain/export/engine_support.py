@@ -7,13 +7,9 @@ name, the row has the names, and a test compares them with the engine where it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
-from spectrain.errors import UserError
 from spectrain.servers.engines import ENGINES
 
 from .layouts import FAMILY_TITLES, LAYOUTS, find_row
@@ -34,10 +30,8 @@ PROGRAMS = {
 }
 """Program that reads layouts -> its name in texts. Engines stand first."""
 READ_VERSIONS = {
-    "vllm": ("0.32", "0.33"),
-    "sglang": ("0.5.23",),
+    **{name: engine.read_versions for name, engine in ENGINES.items() if engine.read_versions},
     "transformers": ("5.23",),
-    "openvino": ("2026.4",),
     "speculators": ("0.9",),
 }
 """Program -> the versions from whose code its rows were taken. Nothing is known of others."""
@@ -126,14 +120,6 @@ CORE_SUPPORT = (
     EngineSupport("transformers", "mtp.MTP_TARGET"),
     EngineSupport("sglang", "uno.UNO"),
     EngineSupport("peft", "uno.UNO"),
-    EngineSupport("llamacpp", "gguf_eagle3.GGUF_EAGLE3"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DFLASH"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DFLASH2"),
-    EngineSupport("llamacpp", "gguf_dflash.GGUF_DSPARK", note="vanilla Markov head"),
-    EngineSupport("llamacpp", "gguf_model.GGUF_MODEL"),
-    EngineSupport("openvino", "openvino.OPENVINO_EAGLE3"),
-    EngineSupport("openvino", "openvino.OPENVINO_DFLASH"),
-    EngineSupport("openvino", "openvino.OPENVINO_MODEL"),
 )
 
 
@@ -208,33 +194,3 @@ def name_engine(layout: Layout, engine: str) -> str:
     """Return an engine's title, with the versions that read the layout where not all do."""
     names = [name_program(support) for support in list_readers(layout) if support.program == engine]
     return names[0] if names else ENGINES[engine].title
-
-
-def refuse_version(
-    layout: Layout, engine: str, read_version: Callable[[], str | None], setting: str
-) -> None:
-    """Raise a UserError if the installed version of an engine does not read a layout.
-
-    `read_version` returns it, or None where it is unknown; it is called only for a layout that
-    some versions do not read. `setting` is where the user chose the engine, as in
-    server.python=ENV/bin/python.
-    """
-    for support in list_readers(layout):
-        if support.program != engine or not (support.since or support.until):
-            continue
-        version = read_version()
-        if version is not None and not reads(support, version):
-            raise UserError(
-                f"{setting}: {ENGINES[engine].title} {version} is installed there, and only "
-                f"{name_program(support)} reads this drafter's layout ({layout.title}); install "
-                "such a version, or serve another family (docs/serving.md lists which)"
-            )
-
-
-def reads(support: EngineSupport, version: str) -> bool:
-    """Tell whether a version of the row's program reads the layout; 0.32.1 is a version of
-    0.32."""
-    installed = Version(version).release
-    since = Version(support.since or "0").release
-    until = Version(support.until).release if support.until else None
-    return installed >= since and (until is None or installed[: len(until)] <= until)

@@ -18,7 +18,6 @@ from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
 from .container import Finding
-from .drafter_files import DrafterFiles
 from .eagle3 import (
     EAGLE3,
     NUM_FUSED_LAYERS,
@@ -27,7 +26,7 @@ from .eagle3 import (
     eagle3_names,
     variant_flags,
 )
-from .fused import Export, FusedLayout
+from .fused import Export, FusedFiles, FusedLayout
 from .fused_config import (
     EMBEDDING,
     SIZE_KEYS,
@@ -48,25 +47,29 @@ from .vocabulary import drop_full_maps
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
-def is_flat_eagle3(layout: FusedLayout, files: DrafterFiles) -> bool:
+def is_flat_eagle3(source: FusedFiles) -> bool:
     """Tell whether a directory has the flat layout of EAGLE-3 or P-EAGLE."""
-    has_tensors = "fc.weight" in files.tensors or any(
-        "hidden_norm" in name for name in files.tensors
+    has_tensors = "fc.weight" in source.files.tensors or any(
+        "hidden_norm" in name for name in source.files.tensors
     )
-    is_other_layout = "speculators_model_type" in files.config or "drafter" in files.config
-    return not is_other_layout and (layout.has_architecture(files) or has_tensors)
+    is_other_layout = (
+        "speculators_model_type" in source.files.config or "drafter" in source.files.config
+    )
+    return not is_other_layout and (source.has_architecture or has_tensors)
 
 
-def parse_flat_eagle3(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_flat_eagle3(source: FusedFiles) -> FusedConfig:
     """Translate the flat config.json."""
-    config = files.config
+    config = source.files.config
     require_keys(config, SIZE_KEYS)
     layer_ids = read_layer_ids(config)
     return FusedConfig(
         config,
-        None if layer_ids is None else [layer + layout.layer_id_offset for layer in layer_ids],
+        None
+        if layer_ids is None
+        else [layer + source.layout.layer_id_offset for layer in layer_ids],
         {key: bool(config.get(key, False)) for key in NORM_FLAGS}
-        | {"qk_norm": any(".q_norm." in name for name in files.tensors)},
+        | {"qk_norm": any(".q_norm." in name for name in source.files.tensors)},
         config.get("draft_vocab_size"),
     )
 
@@ -79,9 +82,9 @@ def read_layer_ids(config: dict[str, Any]) -> list[int] | None:
     )
 
 
-def norm_output_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def norm_output_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault of a flag that readers interpret differently."""
-    if files.config.get("norm_output") is False:
+    if source.files.config.get("norm_output") is False:
         yield Finding(
             "norm-output-ambiguous",
             "error",
@@ -91,9 +94,9 @@ def norm_output_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[F
         )
 
 
-def numbering_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def numbering_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults that the ids of the fused layers show without a target."""
-    ids = read_layer_ids(files.config)
+    ids = read_layer_ids(source.files.config)
     if ids is not None and ids == engine_layers(max(ids) + 3):
         yield Finding(
             "layer-ids-numbering",
@@ -114,12 +117,10 @@ def numbering_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Fin
         )
 
 
-def default_numbering_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def default_numbering_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield a fault where the ids of the fused layers are vLLM's default."""
     default = engine_layers(target.num_layers)
-    if default is not None and read_layer_ids(files.config) == default:
+    if default is not None and read_layer_ids(source.files.config) == default:
         yield Finding(
             "layer-ids-numbering",
             "error",

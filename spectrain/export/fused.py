@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,12 @@ class FusedFamily(ABC):
     fixed_values: Mapping[str, Any] = FIXED_VALUES
 
     @abstractmethod
-    def read_settings(
-        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
+    def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
         """Return the constructor's settings that the files determine."""
 
     @abstractmethod
     def read_head(
-        self,
-        files: DrafterFiles,
-        config: FusedConfig,
-        tensors: dict[str, Tensor],
-        target: TargetFiles | None,
+        self, source: FusedFiles, tensors: dict[str, Tensor], target: TargetFiles | None
     ) -> None:
         """Add or drop an output layer that is the target's; raise UserError where the class
         cannot hold the file's.
@@ -81,9 +76,7 @@ class FusedFamily(ABC):
         """Return the drafter with what only its class or its target determines."""
         return drafter
 
-    def adjust_expected(
-        self, layout: FusedLayout, files: DrafterFiles, expected: ExpectedTensors
-    ) -> ExpectedTensors:
+    def adjust_expected(self, source: FusedFiles, expected: ExpectedTensors) -> ExpectedTensors:
         """Return the expected tensors with what files of this family have otherwise than its
         class.
         """
@@ -116,7 +109,57 @@ def rename_prefixes(prefixes: Mapping[str, str]) -> TensorNames:
     )
 
 
-def matches_any(layout: FusedLayout, files: DrafterFiles) -> bool:
+@dataclass(frozen=True)
+class FusedFiles:
+    """A drafter's files as a layout reads them."""
+
+    layout: FusedLayout
+    files: DrafterFiles
+
+    @cached_property
+    def config(self) -> FusedConfig:
+        """The settings in spectrain's terms; raises KeyError naming the keys that are missing."""
+        return self.layout.parse(self)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors under spectrain's names."""
+        return self.layout.container.read_tensors(self.files, self.layout.names.to_native)
+
+    @property
+    def has_architecture(self) -> bool:
+        """Whether config.json names a class by which engines recognize the layout."""
+        prefix = self.layout.architecture_prefix
+        return any(
+            name in self.layout.architectures or (prefix is not None and name.startswith(prefix))
+            for name in self.files.config.get("architectures") or []
+        )
+
+    @property
+    def foreign_tensors(self) -> dict[str, str]:
+        """The tensors that the family's class cannot hold, each with a description."""
+        family = self.layout.family
+        parts = (
+            family.foreign_parts if self.layout.foreign_parts is None else self.layout.foreign_parts
+        )
+        matches = {
+            name: next((what for part, what in parts.items() if part in name), None)
+            for name in self.files.tensors
+            if not any(part in name for part in family.own_parts)
+            and not name.endswith(IGNORED_TENSORS)
+        }
+        return {name: what for name, what in matches.items() if what is not None}
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """The first tensor, key or file that the family's class cannot represent, as part of a
+        sentence; None where there is none.
+        """
+        problems = (find(self) for find in self.layout.obstacles)
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def matches_any(source: FusedFiles) -> bool:
     """Leave the decision to the container."""
     return True
 
@@ -157,10 +200,10 @@ def select_all(export: Export) -> dict[str, Tensor]:
     return drop_full_maps(export.tensors)
 
 
-Obstacle = Callable[["FusedLayout", DrafterFiles], str | None]
-FileCheck = Callable[["FusedLayout", DrafterFiles], Iterator[Finding]]
-TargetCheck = Callable[["FusedLayout", DrafterFiles, TargetFiles], Iterator[Finding]]
-WriteCheck = Callable[["Export"], None]
+Obstacle = Callable[[FusedFiles], str | None]
+FileCheck = Callable[[FusedFiles], Iterator[Finding]]
+TargetCheck = Callable[[FusedFiles, TargetFiles], Iterator[Finding]]
+WriteCheck = Callable[[Export], None]
 Launches = Callable[[DrafterCheckpoint, TargetFiles, str], dict[str, DrafterLaunch]]
 """How engines are started with a drafter, for its target's files, from the drafter's folder."""
 
@@ -192,12 +235,12 @@ class FusedLayout(Layout):
     names: TensorNames
     # Translates config.json into spectrain's terms; raises KeyError naming the keys that are
     # missing.
-    parse: Callable[[FusedLayout, DrafterFiles], FusedConfig]
+    parse: Callable[[FusedFiles], FusedConfig]
     # The settings for the container to write.
     make_config: Callable[[Export], dict[str, Any]]
     container: Container = field(default_factory=Container)
     # Tells the layout from others in the same container.
-    matches: Callable[[FusedLayout, DrafterFiles], bool] = matches_any
+    matches: Callable[[FusedFiles], bool] = matches_any
     # The tensors that the files hold, under spectrain's names.
     select_tensors: Callable[[Export], dict[str, Tensor]] = select_all
     # Classes that `architectures` in config.json may name; the first is written.
@@ -241,19 +284,12 @@ class FusedLayout(Layout):
         return self.family.covers
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return self.container.holds(files) and self.matches(self, files)
-
-    def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        """Translate config.json into spectrain's terms."""
-        return self.parse(self, files)
-
-    def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
-        """Return the tensors under spectrain's names."""
-        return self.container.read_tensors(files, self.names.to_native)
+        return self.container.holds(files) and self.matches(FusedFiles(self, files))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        config = self.parse_config(files)
-        settings = self.family.read_settings(self, config, files, False)
+        source = FusedFiles(self, files)
+        config = source.config
+        settings = self.family.read_settings(source, own_embedding=False)
         shapes = fused_shapes(config, GroupSpec("drafter", self.family.choice, settings))
         optional = {
             EMBEDDING: (config.vocab_size, config.width),
@@ -270,66 +306,41 @@ class FusedLayout(Layout):
             {names.get(name, self.names.to_file(name)): shape for name, shape in group.items()}
             for group in (shapes, optional)
         )
-        foreign = {
-            name: (None,) * files.tensors[name].dim() for name in self.find_foreign_tensors(files)
-        }
+        foreign = {name: (None,) * files.tensors[name].dim() for name in source.foreign_tensors}
         ignored = (*IGNORED_TENSORS, *self.container.ignored_tensors)
         expected = ExpectedTensors(required, optional | foreign, ignored)
-        return self.family.adjust_expected(self, files, expected)
-
-    def has_architecture(self, files: DrafterFiles) -> bool:
-        """Tell whether config.json names a class by which engines recognize the layout."""
-        prefix = self.architecture_prefix
-        return any(
-            name in self.architectures or (prefix is not None and name.startswith(prefix))
-            for name in files.config.get("architectures") or []
-        )
-
-    def find_foreign_tensors(self, files: DrafterFiles) -> dict[str, str]:
-        """Return the tensors that the family's class cannot hold, each with a description."""
-        parts = self.family.foreign_parts if self.foreign_parts is None else self.foreign_parts
-        matches = {
-            name: next((what for part, what in parts.items() if part in name), None)
-            for name in files.tensors
-            if not any(part in name for part in self.family.own_parts)
-            and not name.endswith(IGNORED_TENSORS)
-        }
-        return {name: what for name, what in matches.items() if what is not None}
-
-    def find_unsupported(self, files: DrafterFiles) -> str | None:
-        """Describe the first tensor, key or file that the family's class cannot represent;
-        return None where there is none.
-        """
-        problems = (find(self, files) for find in self.obstacles)
-        return next((problem for problem in problems if problem is not None), None)
+        return self.family.adjust_expected(source, expected)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        source = FusedFiles(self, files)
         for check in self.file_checks:
-            yield from check(self, files)
+            yield from check(source)
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+        source = FusedFiles(self, files)
         for check in self.target_checks:
-            yield from check(self, files, target)
+            yield from check(source, target)
         yield from self.container.findings_with_target(files, target)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        config = self.parse_config(files)
-        tensors = self.native_tensors(files)
-        problem = self.find_unsupported(files)
-        if problem is not None:
-            raise UserError(f"{files.directory}: {problem}")
+        source = FusedFiles(self, files)
+        config = source.config
         tensors = {
-            name: tensor for name, tensor in tensors.items() if not name.endswith(IGNORED_TENSORS)
+            name: tensor
+            for name, tensor in source.tensors.items()
+            if not name.endswith(IGNORED_TENSORS)
         }
+        if source.obstacle is not None:
+            raise UserError(f"{files.directory}: {source.obstacle}")
         if (
             target is not None
             and EMBEDDING in tensors
             and equal_when_rounded(tensors[EMBEDDING], target.load_embedding())
         ):
             del tensors[EMBEDDING]
-        self.family.read_head(files, config, tensors, target)
+        self.family.read_head(source, tensors, target)
         add_maps(tensors, config.draft_rows, config.vocab_size)
-        settings = self.family.read_settings(self, config, files, EMBEDDING in tensors)
+        settings = self.family.read_settings(source, own_embedding=EMBEDDING in tensors)
         named = self.container.target_name(files)
         drafter = make_checkpoint(files, self.family.choice, settings, tensors, named)
         return self.family.complete(drafter, target)

@@ -12,20 +12,19 @@ from torch import Tensor
 from spectrain.models.rope import PARTIAL, depends_on_length, read_rope
 
 from .container import Finding
-from .drafter_files import DrafterFiles
-from .fused import FusedLayout
+from .fused import FusedFiles
 from .fused_config import EMBEDDING, HEAD, FusedConfig, flatten_config, is_close_to
 from .targets import TargetFiles
 from .vocabulary import check_vocabulary
 
 
-def find_common_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
+def find_common_obstacle(source: FusedFiles) -> str | None:
     """Describe a tensor or a key that no family or not this one can represent."""
-    config = flatten_config(files.config)
-    choice = layout.choice
-    for name, what in layout.find_foreign_tensors(files).items():
+    config = flatten_config(source.files.config)
+    choice = source.layout.choice
+    for name, what in source.foreign_tensors.items():
         return f"{name} is {what}"
-    for key, fixed in layout.family.fixed_values.items():
+    for key, fixed in source.layout.family.fixed_values.items():
         if config.get(key, fixed) not in (fixed, None):
             return f"{key}={config[key]}: {choice} has {key}={fixed}"
     if len(kinds := sorted(set(config.get("layer_types") or []))) > 1:
@@ -39,19 +38,18 @@ def find_common_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None
     return None
 
 
-def common_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def common_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults that every layout of fused drafters can have."""
-    problem = layout.find_unsupported(files)
-    if problem is not None:
+    if source.obstacle is not None:
         yield Finding(
             "not-representable",
             "warning",
-            problem,
+            source.obstacle,
             "spectrain cannot score or fine-tune it",
             "nothing, to serve it",
         )
-    config = layout.parse_config(files)
-    tensors = layout.native_tensors(files)
+    config = source.config
+    tensors = source.tensors
     yield from check_rope(config.layer_config)
     yield from check_vocabulary(config.vocab_size, tensors)
     yield from check_layers_and_norms(config, tensors)
@@ -66,27 +64,25 @@ def common_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Findin
         )
 
 
-def architecture_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def architecture_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where config.json names no class by which engines recognize the layout."""
-    if not layout.has_architecture(files):
+    if not source.has_architecture:
         yield Finding(
             "architecture",
             "error",
-            f"architectures={files.config.get('architectures')}",
-            f"engines choose the class by it: they expect {layout.architectures[0]}",
-            f'write ["{layout.architectures[0]}"]',
+            f"architectures={source.files.config.get('architectures')}",
+            f"engines choose the class by it: they expect {source.layout.architectures[0]}",
+            f'write ["{source.layout.architectures[0]}"]',
         )
 
 
-def common_target_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def common_target_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield the settings that contradict the target's, and tensors that an engine replaces by the
     target's.
     """
-    yield from check_against_target(layout.parse_config(files), target)
-    for name in layout.replaced_tensors:
-        tensor = layout.native_tensors(files).get(name)
+    yield from check_against_target(source.config, target)
+    for name in source.layout.replaced_tensors:
+        tensor = source.tensors.get(name)
         load = {EMBEDDING: target.load_embedding, HEAD: target.load_head}[name]
         if tensor is not None and not is_close_to(tensor, load()):
             yield Finding(

@@ -13,13 +13,11 @@ from typing import Any
 from spectrain.drafters.layers.layers import LAYER_KEYS
 from spectrain.drafters.layers.target_kind import LATENT_KEYS
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
 
 from .container import Finding
-from .drafter_files import DrafterFiles
 from .eagle3 import EAGLE3, eagle3_names, variant_flags
 from .flat import is_flat_eagle3, layer_entries, read_layer_ids, without_embedding
-from .fused import Export, FusedLayout
+from .fused import Export, FusedFiles, FusedLayout, launch_with
 from .fused_config import EMBEDDING, SIZE_KEYS, FusedConfig, flat_rope, layer_rope, require_keys
 from .fused_findings import (
     architecture_findings,
@@ -27,8 +25,6 @@ from .fused_findings import (
     common_target_findings,
     find_common_obstacle,
 )
-from .layout import CHAIN_TOKENS, DrafterCheckpoint
-from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
 FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
@@ -37,14 +33,14 @@ ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 REQUIRED_SIZES = tuple(key for key in LATENT_KEYS if key != "q_lora_rank")
 
 
-def is_latent_eagle3(layout: FusedLayout, files: DrafterFiles) -> bool:
+def is_latent_eagle3(source: FusedFiles) -> bool:
     """Tell whether a directory has the flat layout of EAGLE-3, and sizes of latent attention."""
-    return files.config.get("kv_lora_rank") is not None and is_flat_eagle3(layout, files)
+    return source.files.config.get("kv_lora_rank") is not None and is_flat_eagle3(source)
 
 
-def parse_latent_eagle3(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_latent_eagle3(source: FusedFiles) -> FusedConfig:
     """Translate the flat config.json."""
-    config = files.config
+    config = source.files.config
     require_keys(config, (*SIZE_KEYS, *REQUIRED_SIZES))
     return FusedConfig(
         {**config, "head_dim": config["qk_rope_head_dim"]},
@@ -102,22 +98,16 @@ def check_latent_eagle3(export: Export) -> None:
         )
 
 
-def latent_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def latent_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault of a model type that vLLM takes for something else."""
-    if files.config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
+    if source.files.config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
         yield Finding(
             "mtp-model-type",
             "error",
-            f"model_type={files.config['model_type']}",
+            f"model_type={source.files.config['model_type']}",
             "vLLM takes a drafter of this type for MTP layers of the target",
             'write "deepseek_v2"',
         )
-
-
-def launch_latent_eagle3(
-    drafter: DrafterCheckpoint, files: TargetFiles, path: str
-) -> dict[str, DrafterLaunch]:
-    return {"vllm": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
 
 
 LATENT_EAGLE3 = FusedLayout(
@@ -137,5 +127,5 @@ LATENT_EAGLE3 = FusedLayout(
     file_checks=(common_findings, architecture_findings, latent_findings),
     target_checks=(common_target_findings,),
     write_checks=(check_latent_eagle3,),
-    launches=launch_latent_eagle3,
+    launches=launch_with({"vllm": "eagle3"}),
 )

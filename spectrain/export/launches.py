@@ -7,7 +7,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES
 
-from .card import make_launches
 from .layout import DrafterCheckpoint, Layout
 from .layouts import LAYOUTS, load_layout
 from .targets import TargetFiles
@@ -28,16 +27,40 @@ def find_engine_layout(
     )
 
 
-def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str, EngineLaunch]:
-    """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a
-    folder that is to be.
+def make_launches(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str
+) -> dict[str, EngineLaunch]:
+    """Return, by engine, its launch with the drafter in the folder `path`."""
+    target_path = engine_target(drafter, layout, target, path)
+    launches = layout.drafter_launches(drafter, target, path)
+    return {name: EngineLaunch(target_path, drafter=launch) for name, launch in launches.items()}
+
+
+def engine_target(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str
+) -> str:
+    """Return the path of the target that an engine loads: the export itself, the target that was
+    trained, or the target.
+    """
+    if layout.holds_target:
+        return drafter_path
+    return (
+        f"{drafter_path}/target"
+        if drafter.trained_target is not None and not drafter.is_target
+        else target.engine_path
+    )
+
+
+def describe_launches(spec: RunSpec, drafter: Drafter) -> dict[str, EngineLaunch]:
+    """Return, by engine, its launch with a recipe's drafter, which exists without weights; its
+    folder stands as DRAFTER.
     """
     target = TargetFiles.from_settings(spec.target.node, with_weights=False)
     settings = {**spec.drafter.with_defaults(), **drafter.saved.settings}
     checkpoint = DrafterCheckpoint(str(spec.drafter.choice), settings, dict(drafter.state_dict()))
     layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
     return {
-        name: make_launches(checkpoint, layout, target, folder)[name]
+        name: make_launches(checkpoint, layout, target, "DRAFTER")[name]
         for name, layout in layouts.items()
         if layout is not None
     }

@@ -6,14 +6,20 @@ The table names layouts as text, so that listing the formats imports no layout.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from spectrain.config.missing import explain_missing
 from spectrain.errors import UserError, suggest_nearest
 
-from .table import SCORE_WITHOUT_ENGINE, TableRow, insert_rows, list_packages
+from .table import (
+    SCORE_WITHOUT_ENGINE,
+    TableRow,
+    WeightlessExport,
+    insert_rows,
+    list_packages,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,19 +28,24 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 
-NATIVE_FAMILIES = (
-    "eagle3 peagle medusa causal pard uno early_exit dflash dspark dflash2 mtp eagle1 lilicorr",
-    *(package.native_families for package in list_packages()),
-)
+FAMILY_TITLES = {
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "causal": "distilled draft model",
+    "pard": "PARD",
+    "uno": "Uno",
+    "early_exit": "LayerSkip",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "mtp": "MTP",
+    "eagle1": "EAGLE",
+    "lilicorr": "LiLiCorr",
+    **{family: title for package in list_packages() for family, title in package.titles.items()},
+}
+"""Family -> its name in texts. Spectrain's own layout holds all of them."""
 CORE_LAYOUTS = (
-    TableRow("gguf_eagle3.GGUF_EAGLE3", "gguf", "eagle3", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DFLASH2", "gguf", "dflash2", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DSPARK", "gguf", "dspark", ".gguf"),
-    TableRow("gguf_dflash.GGUF_DFLASH", "gguf", "dflash", ".gguf"),
-    TableRow("gguf_model.GGUF_MODEL", "gguf", "causal", ".gguf"),
-    TableRow("openvino.OPENVINO_DFLASH", "openvino", "dflash"),
-    TableRow("openvino.OPENVINO_EAGLE3", "openvino", "eagle3"),
-    TableRow("openvino.OPENVINO_MODEL", "openvino", "causal"),
     TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
     TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),
     TableRow("dflash_speculators.SPECULATORS_DFLASH", "vllm", "dflash"),
@@ -58,7 +69,7 @@ CORE_LAYOUTS = (
     TableRow("mtp.MTP_TARGET", "mtp", "mtp"),
     TableRow("huggingface.HUGGINGFACE", "vllm sglang hf", "causal pard early_exit"),
     TableRow("uno.UNO", "uno", "uno"),
-    TableRow("native.NATIVE", "spectrain", " ".join(NATIVE_FAMILIES)),
+    TableRow("native.NATIVE", "spectrain", " ".join(FAMILY_TITLES)),
 )
 LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one
@@ -70,23 +81,12 @@ OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 config.json.
 """
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
-FAMILY_TITLES = {
-    "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE",
-    "medusa": "Medusa",
-    "causal": "distilled draft model",
-    "pard": "PARD",
-    "uno": "Uno",
-    "early_exit": "LayerSkip",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "dflash2": "DFlash2",
-    "mtp": "MTP",
-    "eagle1": "EAGLE",
-    "lilicorr": "LiLiCorr",
-    **{family: title for package in list_packages() for family, title in package.titles.items()},
+TARGET_FORMATS = {
+    name: target_format
+    for package in list_packages()
+    for name, target_format in package.target_formats.items()
 }
-"""Choice of `drafter` -> its name in texts."""
+"""Formats in which a target can be written for its engine."""
 SERVING_HINTS = {
     "hybrid": f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter",
     "ngram": (
@@ -105,9 +105,8 @@ SERVING_HINTS = {
 @cache
 def load_layout(row: TableRow) -> Layout:
     """Import the file of a row and return its layout."""
-    module, _, name = row.path.rpartition(".")
-    path = module if "." in module else f"{__package__}.{module}"
-    layout: Layout = getattr(importlib.import_module(path), name)
+    is_absolute = row.path.count(".") > 1
+    layout: Layout = resolve_name(row.path if is_absolute else f"{__package__}.{row.path}")
     return layout
 
 
@@ -159,22 +158,47 @@ def list_formats(family: str) -> list[str]:
     return [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
 
 
+def find_weightless_export(drafter: str, format_name: str | None) -> WeightlessExport:
+    """Return how a drafter without weights is written in a format; raise UserError where it is
+    not.
+    """
+    exports = [export for package in list_packages() for export in package.weightless]
+    export = next((export for export in exports if drafter in export.drafters), None)
+    if export is None:
+        shown = f"`spectrain export drafter={drafter}`"
+        names = [name for export in exports for name in export.drafters] or ["those of packages"]
+        raise UserError(
+            explain_missing("export.drafter", drafter, shown)
+            or f"drafter={drafter}: only {' and '.join(names)} are exported without a run; name "
+            "the run of another drafter, as in run=runs/NAME"
+        )
+    if format_name != export.format:
+        raise UserError(
+            f"format={format_name}: drafter={drafter} has no weights, and only {export.title} "
+            f"takes such a drafter from outside; use format={export.format}"
+        )
+    return export
+
+
+def require_format(format_name: str) -> None:
+    """Raise UserError for a format that does not exist, or that a package has which is not
+    installed.
+    """
+    if format_name not in FORMATS:
+        raise UserError(
+            explain_missing("format", format_name)
+            or f"format={format_name}: there is no such format; "
+            f"{suggest_nearest(format_name, FORMATS)}"
+        )
+
+
 def select_layout(family: str, format_name: str, dtype: str | None = None) -> Layout:
     """Return the layout of a format for a family's drafters, or raise UserError saying which format
     to use.
 
     With `dtype`, its matrices have that type in place of the drafter's own.
     """
-    if (
-        format_name not in FORMATS
-        and (missing := explain_missing("format", format_name)) is not None
-    ):
-        raise UserError(missing)
-    if format_name not in FORMATS:
-        raise UserError(
-            f"format={format_name}: there is no such format; "
-            f"{suggest_nearest(format_name, FORMATS)}"
-        )
+    require_format(format_name)
     rows = [row for row in LAYOUTS if family in row.families.split()]
     for row in rows:
         if format_name in row.formats.split():

@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import NormalDist
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy.special import stdtrit
 from torch import Tensor
 
 from spectrain.data.chat import tokenize_question
@@ -135,7 +135,7 @@ def is_trained(
     deviation = divergences.std().item() * (1 + 1 / NUM_SHUFFLES) ** 0.5
     return (
         divergences.mean().item() - divergence
-        > student_quantile(1 - chance, NUM_SHUFFLES - 1) * deviation
+        > float(stdtrit(NUM_SHUFFLES - 1, 1 - chance)) * deviation
     )
 
 
@@ -149,17 +149,6 @@ def shuffle_matrices(drafter: DrafterCheckpoint, generator: torch.Generator) -> 
             rows, columns = (torch.randperm(size, generator=generator) for size in tensor.shape)
             shuffled[name] = tensor[rows][:, columns].contiguous()
     return with_changes(drafter, {}, shuffled)
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t, by its expansion around the normal one (Abramowitz and
-    Stegun, 26.7.5).
-    """
-    z = NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def opening_prompts(target: Target) -> list[list[int]]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from spectrain.config.build import GroupSpec, save_groups
@@ -15,6 +15,7 @@ from spectrain.config.check import check_node
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.block_drafter import default_layers
+from spectrain.drafters.layers.layers import LAYER_KEYS
 from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
@@ -27,6 +28,7 @@ from .drafter_files import DrafterFiles, write_json, write_tensors
 from .eagle3 import complete_layer, complete_settings
 from .fused_config import build_meta_drafter
 from .layout import (
+    CHAIN_TOKENS,
     DESCRIPTION_KEYS,
     MALFORMED_ERRORS,
     DrafterCheckpoint,
@@ -39,19 +41,8 @@ from .table import list_packages
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .vocabulary import check_vocabulary
 
-ARCHITECTURE_SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+ARCHITECTURE_SIZES = {*LAYER_KEYS} - {"max_position_embeddings"}
 """Keys of an `architecture` that needs no target."""
-CHAIN_TOKENS = 3
-"""Tokens that this project's engine drafts in a round when it serves."""
-
-
 PYTHON_TITLE = "spectrain in Python"
 """Heading of the lines of Python that decode with a drafter of this layout."""
 
@@ -208,7 +199,7 @@ def shape_of_eagle3(
     """
     count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
     settings = {"num_layers": count, **spec.settings}
-    if spec.get("layers") and set(ARCHITECTURE_SIZES) <= set(spec.get("architecture") or {}):
+    if spec.get("layers") and ARCHITECTURE_SIZES.issubset(spec.get("architecture") or {}):
         return settings
     return complete_settings(settings, require_named_target(target, files))
 
@@ -218,7 +209,7 @@ def shape_of_eagle1(
 ) -> dict[str, Any]:
     """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
     architecture = spec.get("architecture")
-    if not set(ARCHITECTURE_SIZES) <= set(architecture or {}):
+    if not ARCHITECTURE_SIZES.issubset(architecture or {}):
         architecture = complete_layer(architecture, require_named_target(target, files))
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
@@ -302,6 +293,5 @@ def find_shape_reader(family: str) -> Callable[..., dict[str, Any]] | None:
     path = next((path for path in paths if path is not None), None)
     if path is None:
         return SHAPE_READERS.get(family)
-    module, _, name = path.rpartition(".")
-    reader: Callable[..., dict[str, Any]] = getattr(import_module(module), name)
+    reader: Callable[..., dict[str, Any]] = resolve_name(path)
     return reader

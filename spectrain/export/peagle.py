@@ -21,8 +21,7 @@ from .flat import (
     norm_output_findings,
     read_layer_ids,
 )
-from .fused import Export, FusedLayout, launch_with, select_all
-from .fused_config import FusedConfig
+from .fused import Export, FusedFiles, launch_with, select_all
 from .fused_findings import architecture_findings, common_findings, common_target_findings
 from .speculators import (
     SPECULATORS_EAGLE3,
@@ -43,17 +42,15 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 class PEagleFamily(Eagle3Family):
     """P-EAGLE; containers differ in where they hold the number of drafts."""
 
-    choice: str = "peagle"
+    choice = "peagle"
     read_num_drafts: Callable[[DrafterFiles], int | None]
 
-    def layer_settings(
-        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
-        num_drafts = self.read_num_drafts(files)
+    def layer_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
+        num_drafts = self.read_num_drafts(source.files)
         return {
-            "architecture": config.architecture,
+            "architecture": source.config.architecture,
             "own_embedding": own_embedding,
-            "mask_token_id": read_mask_token(files),
+            "mask_token_id": read_mask_token(source.files),
             **({} if num_drafts is None else {"num_drafts": num_drafts}),
         }
 
@@ -65,10 +62,10 @@ def read_mask_token(files: DrafterFiles) -> Any:
     )
 
 
-def mask_token_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def mask_token_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where the mask token is not in the embedding."""
-    token = read_mask_token(files)
-    rows = layout.parse_config(files).vocab_size
+    token = read_mask_token(source.files)
+    rows = source.config.vocab_size
     if not isinstance(token, int) or not 0 <= token < rows:
         yield Finding(
             "mask-token",
@@ -79,9 +76,9 @@ def mask_token_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Fi
         )
 
 
-def fc_norm_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def fc_norm_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a flag that vLLM does not read here."""
-    if files.config.get("fc_norm"):
+    if source.files.config.get("fc_norm"):
         yield Finding(
             "fc-norm-dropped",
             "warning",
@@ -112,7 +109,7 @@ SPECULATORS_PEAGLE = replace(
         read_num_drafts=lambda files: int(read_method(files).get("speculative_tokens", NUM_DRAFTS))
     ),
     container=Speculators("peagle", "PEagleSpeculator"),
-    parse=lambda layout, files: parse_eagle3(files, SPECULATORS_FLAGS, implied_flags=()),
+    parse=lambda source: parse_eagle3(source.files, SPECULATORS_FLAGS, implied_flags=()),
     make_config=speculators_config,
     file_checks=(
         common_findings,
@@ -125,15 +122,15 @@ SPECULATORS_PEAGLE = replace(
 )
 
 
-def is_flat_peagle(layout: FusedLayout, files: DrafterFiles) -> bool:
-    return is_flat_eagle3(layout, files) and (
-        "mask_hidden" in layout.native_tensors(files) or read_mask_token(files) is not None
+def is_flat_peagle(source: FusedFiles) -> bool:
+    return is_flat_eagle3(source) and (
+        "mask_hidden" in source.tensors or read_mask_token(source.files) is not None
     )
 
 
-def missing_layer_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def missing_layer_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where config.json names no fused layers."""
-    if read_layer_ids(files.config) is None:
+    if read_layer_ids(source.files.config) is None:
         yield Finding(
             "layer-ids-missing",
             "warning",
@@ -143,12 +140,10 @@ def missing_layer_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator
         )
 
 
-def lower_numbering_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def lower_numbering_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield a fault where the ids of the fused layers are SGLang's default."""
     lower = [layer - 1 for layer in default_layers(target.num_layers)]
-    if read_layer_ids(files.config) == lower:
+    if read_layer_ids(source.files.config) == lower:
         yield Finding(
             "layer-ids-numbering",
             "warning",

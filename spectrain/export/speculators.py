@@ -16,7 +16,7 @@ from spectrain.errors import UserError
 from .container import Container, Finding, Rename
 from .drafter_files import DrafterFiles
 from .eagle3 import EAGLE3, drafter_layer_config, eagle3_names, variant_flags
-from .fused import Export, FusedLayout, launch_with
+from .fused import Export, FusedFiles, FusedLayout, launch_with
 from .fused_config import EMBEDDING, FusedConfig
 from .fused_findings import common_findings, common_target_findings, find_common_obstacle
 from .layout import DrafterCheckpoint, require_target
@@ -63,13 +63,13 @@ class Speculators(Container):
         super().write(directory, outer, tensors, to_file, target)
 
 
-def speculators_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def speculators_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the entries of the container that are missing."""
     for key, value in (
-        ("speculators_config.verifier.name_or_path", verifier_name(files)),
+        ("speculators_config.verifier.name_or_path", verifier_name(source.files)),
         (
             "speculators_config.proposal_methods[0].speculative_tokens",
-            read_method(files).get("speculative_tokens"),
+            read_method(source.files).get("speculative_tokens"),
         ),
     ):
         if not value:
@@ -110,9 +110,9 @@ def parse_eagle3(
     return FusedConfig(layer, layer_ids, variants, config.get("draft_vocab_size"))
 
 
-def implied_flag_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def implied_flag_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield a fault where the flag whose default differs between readers is missing."""
-    if "norm_before_residual" not in files.config:
+    if "norm_before_residual" not in source.files.config:
         yield Finding(
             "norm-flag-implicit",
             "error",
@@ -123,9 +123,9 @@ def implied_flag_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[
         )
 
 
-def eagle3_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def eagle3_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults of flags, layers and the embedding of EAGLE-3 and P-EAGLE."""
-    config = files.config
+    config = source.files.config
     if config.get("norm_before_fc") and config.get("fc_norm"):
         yield Finding(
             "norm-flags-exclusive",
@@ -142,7 +142,7 @@ def eagle3_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Findin
             "every engine uses its own default",
             "write the layers that it was trained on",
         )
-    if EMBEDDING not in files.tensors:
+    if EMBEDDING not in source.files.tensors:
         yield Finding(
             "missing-embed-tokens",
             "error",
@@ -237,7 +237,7 @@ SPECULATORS_EAGLE3 = FusedLayout(
     family=EAGLE3,
     container=Speculators("eagle3", "Eagle3DraftModel"),
     names=eagle3_names("layers.0."),
-    parse=lambda layout, files: parse_eagle3(files),
+    parse=lambda source: parse_eagle3(source.files),
     make_config=lambda export: eagle3_config(export.drafter),
     select_tensors=with_embedding,
     obstacles=(find_common_obstacle,),

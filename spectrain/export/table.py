@@ -47,6 +47,29 @@ class EngineSupport:
 
 
 @dataclass(frozen=True)
+class TargetFormat:
+    """A format in which a target can be written for its engine."""
+
+    title: str
+    # Import path of the function that writes a target into a folder and returns the file: of a
+    # TargetFiles, the folder, the type of the weights (None: the format's default) and the
+    # interpreter of the engine's environment (None: the usual one).
+    path: str
+
+
+@dataclass(frozen=True)
+class WeightlessExport:
+    """How drafters without weights are written for an engine, without a run."""
+
+    drafters: tuple[str, ...]  # choices of `drafter`
+    format: str  # the value of `format`
+    title: str  # the engine's name in texts
+    # Import path of the function that writes files and a card: of the drafter's settings, the
+    # target's TargetFiles, an existing folder, and the folder's name in the card.
+    path: str
+
+
+@dataclass(frozen=True)
 class LayoutPackage:
     """What an installed package adds to exports, as text, so that nothing is imported to list the
     formats.
@@ -58,9 +81,10 @@ class LayoutPackage:
     # Which programs read these layouts, and the titles of programs that read no other ones.
     support: tuple[EngineSupport, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
-    # Choices of `drafter` that spectrain's own layout holds, separated by spaces.
-    native_families: str = ""
-    # Choice of `drafter` -> its name in a model card.
+    # Values of `format` in which a target can be written.
+    target_formats: Mapping[str, TargetFormat] = field(default_factory=dict)
+    weightless: tuple[WeightlessExport, ...] = ()
+    # Choice of `drafter` -> its name in a model card, of all that spectrain's own layout holds.
     titles: Mapping[str, str] = field(default_factory=dict)
     # Choice of `drafter` -> why no engine can serve it from an export, and what to do instead.
     serving_hints: Mapping[str, str] = field(default_factory=dict)

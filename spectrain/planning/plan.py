@@ -359,7 +359,7 @@ def plan_simulation(
     """
     launches = {
         name: launch
-        for name, launch in describe_launches(spec, models.drafter, "DRAFTER").items()
+        for name, launch in describe_launches(spec, models.drafter).items()
         if ENGINES[name].simulates
     }
     if not launches:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
-from spectrain.data.chat import Example, tokenize_prompt
+from spectrain.data.chat import Example
 from spectrain.data.dataset import make_examples
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import ConversationReader, JsonlReader
@@ -37,7 +37,7 @@ from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .regenerate import Regeneration
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import collect_prompts, parse_generation
+from .writers import collect_prompts, parse_generation, render_prompt
 
 PROBE_TOKENS = 24
 """Longest of the answers that are written before the first conversation, to compare them with
@@ -134,10 +134,7 @@ class CapturingWriter(ServerWriter):
     async def request_answer(
         self, chat: ChatProgress, conversation: Conversation
     ) -> GeneratedAnswer:
-        try:
-            prompt = tokenize_prompt(self.target.template, conversation)
-        except UserError as error:
-            raise AnswerError("failed", str(error)) from error
+        prompt = render_prompt(self.target.template, conversation)
         request = replace(self.make_request(chat, prompt), captures_states=True)
         try:
             captured, states, reason = await self.requester.repeat(
@@ -252,7 +249,7 @@ def make_capturing_writer(
     stage = spec.drafter.build(target=target).stages[0]
     requester = StateRequester(spec.server.build(), target, stage.layers)
     rows = settings.make_calibration_rows(data)
-    prompts = collect_prompts(partial(tokenize_prompt, target.template), sampling, rows, count=4)
+    prompts = collect_prompts(partial(render_prompt, target.template), sampling, rows, count=4)
     source: StoredSource = GroupSpec(
         "source", "store", {"path": str(folder / "features"), **spec.source.settings}
     ).build()

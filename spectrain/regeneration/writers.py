@@ -7,6 +7,7 @@ from typing import Any
 
 from spectrain.data.answers import parse_answer
 from spectrain.data.chat import require_template, tokenize_prompt
+from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.images import content_text
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
@@ -104,8 +105,6 @@ class EngineWriter(AnswerWriter):
                     usable.append((self._bound_length(pending), pending))
                 except AnswerError as error:
                     on_outcome(shard, error.to_failed_row(pending))
-                except UserError as error:
-                    on_outcome(shard, AnswerError("failed", str(error)).to_failed_row(pending))
             for batch in self._make_batches(usable):
                 if any(pending.id not in shard.rows for pending in batch):
                     for outcome in self._answer_batch(batch):
@@ -113,10 +112,10 @@ class EngineWriter(AnswerWriter):
                             on_outcome(shard, outcome)
 
     def make_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens up to the next answer; raise an AnswerError if the context has no
-        room for the answer.
+        """Return the tokens up to the next answer; raise an AnswerError if there are none, or the
+        context has no room for the answer.
         """
-        tokens = tokenize_prompt(self.target.template, conversation)
+        tokens = render_prompt(self.target.template, conversation)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise AnswerError(
@@ -222,6 +221,16 @@ class EngineWriter(AnswerWriter):
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
 
+def render_prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    """Return the tokens up to the next answer; raise an AnswerError where the template has no form
+    for the conversation.
+    """
+    try:
+        return tokenize_prompt(template, conversation)
+    except UserError as error:
+        raise AnswerError("failed", str(error)) from error
+
+
 def parse_generation(
     target: Target, output: list[int], prompt: list[int], tools: list[dict[str, Any]] | None
 ) -> GeneratedAnswer:
@@ -257,7 +266,7 @@ def collect_prompts(
             prompts.append(
                 make_prompt(ChatProgress(pending, sampling).next_prompt() or Conversation([]))
             )
-        except (AnswerError, UserError) as error:
+        except AnswerError as error:
             reasons.append(str(error))
         if len(prompts) == count:
             break

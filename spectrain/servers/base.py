@@ -12,15 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.trees import Chain
-from spectrain.trees.base import TreeBuilder
 
 from .errors import ServerError
 from .settings import ClientSettings
@@ -42,11 +40,6 @@ class ServerCapabilities:
     # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP`
     # names.
     has_lookup: bool = False
-    # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in
-    # its body.
-    chooses_draft_length: bool = False
-    # Starts in seconds, so that it can be started again for each setting of a measurement.
-    starts_quickly: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,9 +181,6 @@ class Server(ABC):
     # Name of the choice in conf/server.
     name: ClassVar[str]
     capabilities: ClassVar[ServerCapabilities]
-    # Format in which the target has to be exported to be started; None for an engine that reads
-    # transformers' files.
-    target_format: ClassVar[str | None] = None
 
     def __init__(self, config: ClientSettings) -> None:
         self.settings = config
@@ -284,23 +274,11 @@ class Server(ABC):
     ) -> Completion:
         """Request an answer from one server."""
 
-    def make_builder(self, num_tokens: int) -> TreeBuilder:
-        """Return our own tree for what the server drafts, with so many tokens: a chain, unless
-        the engine has trees.
-        """
-        return Chain(num_tokens)
-
     async def read_counters(self) -> DraftCounters | None:
         """Return what the servers have counted of their drafts, added up; None if they count
         none.
         """
         return None
-
-
-CounterSource = Literal["requests", "totals", "none"]
-"""Where the counts of a score come from: each answer, the server's totals before and after, or
-nowhere.
-"""
 
 
 def add_counters(parts: Iterable[DraftCounters | None]) -> DraftCounters | None:

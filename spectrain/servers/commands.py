@@ -5,7 +5,7 @@ into the other.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,21 @@ class EngineCommand:
         """Return the command as a line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, *map(shlex.quote, self.arguments)])
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and its own command for a launch."""
+
+    title: str
+    make_command: Callable[[EngineLaunch], EngineCommand]
+    # Format in which the target has to be exported for it; None for an engine that reads
+    # transformers' files.
+    target_format: str | None = None
+    # Whether it can accept drafts at random, at given rates.
+    simulates: bool = False
+    # The versions from whose code its rows of `spectrain.export.engine_support` were taken.
+    read_versions: tuple[str, ...] = ()
 
 
 def is_decreasing(rates: Sequence[float]) -> bool:

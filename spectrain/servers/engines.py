@@ -1,33 +1,19 @@
 """The engines whose own commands model cards and plans print: by name, as users know them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from .commands import EngineCommand, EngineLaunch
-from .llamacpp_command import serve_llamacpp
-from .openvino_command import serve_openvino
+from spectrain.config.installed import load_entry_points
+
+from .commands import Engine, EngineLaunch
 from .sglang_command import serve_sglang
 from .vllm_command import serve_vllm
 
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine and its own command for a launch."""
-
-    title: str
-    make_command: Callable[[EngineLaunch], EngineCommand]
-    # Format in which the target has to be exported for it; None for an engine that reads
-    # transformers' files.
-    target_format: str | None = None
-    # Whether it can accept drafts at random, at given rates.
-    simulates: bool = False
-
-
-ENGINES = {
-    "vllm": Engine("vLLM", serve_vllm, simulates=True),
-    "sglang": Engine("SGLang", serve_sglang, simulates=True),
-    "llamacpp": Engine("llama.cpp", serve_llamacpp, "gguf"),
-    "openvino": Engine("OpenVINO", serve_openvino),
+ENGINES: dict[str, Engine] = {
+    "vllm": Engine("vLLM", serve_vllm, simulates=True, read_versions=("0.32", "0.33")),
+    "sglang": Engine("SGLang", serve_sglang, simulates=True, read_versions=("0.5.23",)),
+    # Those of installed packages.
+    **{name: engine for more in load_entry_points("engines") for name, engine in more.items()},
 }
 
 

@@ -35,8 +35,8 @@ from spectrain.config.saved import parse_groups
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.export.command_only_findings import check_command_only
 from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.file_checks import check_command_only
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store import FeatureStore
 from spectrain.features.store_contents import StoreContents

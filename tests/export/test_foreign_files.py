@@ -5,7 +5,6 @@ untrained drafters.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from spectrain.export.converter import convert, read_drafter
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files, lint
-from spectrain.export.measure import find_misinterpretation, student_quantile
+from spectrain.export.measure import find_misinterpretation
 from spectrain.export.native import NATIVE
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
@@ -142,13 +141,6 @@ def test_an_adapter_alone_says_that_it_is_one(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(UserError, match="a LoRA adapter for a model that it does not name"):
         lint(folder, None)
-
-
-def test_students_quantiles() -> None:
-    """Values of a table of Student's t with 15 degrees of freedom, and the normal one with many."""
-    for probability, value in ((0.975, 2.1314), (0.99, 2.6025), (0.995, 2.9467), (0.999, 3.7328)):
-        assert student_quantile(probability, 15) == pytest.approx(value, abs=2e-3)
-    assert student_quantile(0.99, 10**6) == pytest.approx(NormalDist().inv_cdf(0.99), abs=1e-4)
 
 
 @pytest.mark.slow

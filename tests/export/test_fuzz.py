@@ -26,7 +26,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.errors import RunError, UserError
 from spectrain.export.converter import convert
-from spectrain.export.layouts import detect_layout, read_files
+from spectrain.export.layouts import FORMATS, detect_layout, read_files
 from spectrain.export.linter import check_files, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -66,9 +66,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 """Name -> family, its settings, and the format; None is our own."""
 INSTALLED = {
-    name: layout for name, layout in LAYOUTS.items() if layout[0] in list_constructors("drafter")
+    name: layout
+    for name, layout in LAYOUTS.items()
+    if layout[0] in list_constructors("drafter") and layout[2] in (None, *FORMATS)
 }
-"""Those whose families this package or an installed one has."""
+"""Those whose families and formats this package or an installed one has."""
 
 
 class Endless(BaseException):

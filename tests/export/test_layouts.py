@@ -125,7 +125,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "uno.UNO": UNO,
     "latent_eagle3.LATENT_EAGLE3": {"vocab_size": 256, "architecture": LATENT},
     **load_cases(__name__).get("SMALL", {}),
-    "gguf_dflash.GGUF_DFLASH2": {**DFLASH2, "selector_top_k": 8},
 }
 
 

@@ -30,7 +30,6 @@ from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
 
 from . import foreign
-from .gguf_files import change_gguf, change_rows, separate
 from .test_converter import CASES, ours, settings_for
 
 TINY = TargetFiles("tiny")
@@ -401,36 +400,6 @@ def test_measured_faults_of_eagle3(
         finding.name: finding for finding in lint(change_files(tmp_path / "out", change), TINY)
     }
     assert after[name].level == "error"
-
-
-MEASURED_GGUF: dict[str, tuple[str, Change]] = {
-    "queries and keys in transformers' order": (
-        "heads-permuted",
-        lambda keys, tensors: change_rows(tensors, separate, 32),
-    ),
-    "layers one lower": (
-        "layer-ids-off-by-one",
-        lambda keys, tensors: keys.update({"eagle3.target_layers": [1, 3, 4]}),
-    ),
-    "the other residual": (
-        "norm-before-residual-swapped",
-        lambda keys, tensors: keys.update({"eagle3.norm_before_residual": True}),
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MEASURED_GGUF)
-def test_measured_faults_of_gguf(
-    case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path
-) -> None:
-    """Faults that llama.cpp reads without an error are found by name, and sound files have no
-    finding.
-    """
-    name, change = MEASURED_GGUF[case]
-    convert(eagle3_folder, tmp_path / "out", "gguf", TINY)
-    assert not lint(tmp_path / "out", TINY)
-    assert name in {finding.name for finding in lint(change_gguf(tmp_path / "out", change), TINY)}
 
 
 def test_an_error_ends_with_status_1(

@@ -14,6 +14,7 @@ from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
+from tests.installed import select_formats
 
 from .small_targets import make_target, save_random
 
@@ -36,7 +37,7 @@ def test_default_layers_differ_where_the_target_has_enough() -> None:
 
 @pytest.mark.sweep(2, free=("count", "layout"))
 @pytest.mark.parametrize("count", [4, 5, 6, 7])
-@pytest.mark.parametrize("layout", ["sglang", "vllm", "gguf", "tensorrt"])
+@pytest.mark.parametrize("layout", select_formats("sglang", "vllm", "gguf", "tensorrt"))
 def test_an_export_names_the_layers_that_were_trained(
     count: int, layout: str, tmp_path: Path
 ) -> None:
@@ -56,7 +57,9 @@ def test_an_export_names_the_layers_that_were_trained(
 def test_another_number_of_layers_is_refused_by_number(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", num_hidden_layers=4)
     save_random(tmp_path / "run", target, "eagle3", vocab_size=256, layers=[1, 2])
-    for layout, engine in (("sglang", "SGLang"), ("gguf", "llama.cpp's EAGLE-3")):
+    engines = {"sglang": "SGLang", "gguf": "llama.cpp's EAGLE-3"}
+    for layout in select_formats(*engines):
+        engine = engines[layout]
         message = (
             f"{engine} fuses exactly three layers of the target and this drafter 2 \\(1, "
             "2\\); train with drafter.layers="

@@ -259,7 +259,7 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(
     def refuse_prompt(*_: Any) -> list[int]:
         raise UserError("data: the roles must alternate")
 
-    monkeypatch.setattr("spectrain.regeneration.capture.tokenize_prompt", refuse_prompt)
+    monkeypatch.setattr("spectrain.regeneration.writers.tokenize_prompt", refuse_prompt)
     outcome = fail_conversation(CapturingWriter)[1]
     assert (outcome.kind, outcome.error) == ("failed", "data: the roles must alternate")
 

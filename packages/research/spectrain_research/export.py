@@ -90,11 +90,9 @@ EXPORT = LayoutPackage(
         "jetspec": "JetSpec's code",
         "automodel": "NeMo AutoModel",
     },
-    native_families=(
-        "hydra kangaroo gated_lora amphista ctc gumiho redrafter transformer_heads domino xpress "
-        "vispec"
-    ),
     titles={
+        "hydra": "hydra",
+        "kangaroo": "kangaroo",
         "gated_lora": "gated LoRA",
         "amphista": "Amphista",
         "ctc": "CTC drafting",

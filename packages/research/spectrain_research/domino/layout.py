@@ -18,7 +18,7 @@ from spectrain.export.dflash_flat import (
     parse_flat_block,
 )
 from spectrain.export.drafter_files import DrafterFiles
-from spectrain.export.fused import Export, FusedLayout, no_launches
+from spectrain.export.fused import Export, FusedFiles, no_launches
 from spectrain.export.fused_config import FusedConfig, flatten_config, require_keys
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.native import shape_of_block
@@ -36,10 +36,10 @@ DOMINO = BlockFamily(
 )
 
 
-def parse_config(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_config(source: FusedFiles) -> FusedConfig:
     """Translate config.json, in which `shift_label` says whether the anchor drafts."""
-    config = parse_flat_block(layout, files)
-    keys = flatten_config(files.config)
+    config = parse_flat_block(source)
+    keys = flatten_config(source.files.config)
     require_keys(keys, ("shift_label",))
     settings = {**config.settings, "sample_from_anchor": bool(keys["shift_label"])}
     return replace(config, settings=settings)
@@ -51,9 +51,9 @@ def make_config(export: Export) -> dict[str, Any]:
     return make_flat_config(export, entries)
 
 
-def is_sglang_domino(layout: FusedLayout, files: DrafterFiles) -> bool:
-    entries = files.config.get("dflash_config") or {}
-    return names_architecture(layout, files) and entries.get("projector_type") == "domino"
+def is_sglang_domino(source: FusedFiles) -> bool:
+    entries = source.files.config.get("dflash_config") or {}
+    return names_architecture(source) and entries.get("projector_type") == "domino"
 
 
 def check_uncorrected(export: Export) -> None:

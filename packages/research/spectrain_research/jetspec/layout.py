@@ -17,13 +17,12 @@ from spectrain.export.dflash_flat import (
     is_flat_dflash,
     make_flat_config,
 )
-from spectrain.export.drafter_files import DrafterFiles
-from spectrain.export.fused import Export, FusedLayout, launch_with
+from spectrain.export.fused import Export, FusedFiles, launch_with
 
 
-def is_jetspec(layout: FusedLayout, files: DrafterFiles) -> bool:
-    config = files.config.get("dflash_config") or {}
-    return is_flat_dflash(layout, files) and any(config.get(key) for key in CAUSAL_KEYS)
+def is_jetspec(source: FusedFiles) -> bool:
+    config = source.files.config.get("dflash_config") or {}
+    return is_flat_dflash(source) and any(config.get(key) for key in CAUSAL_KEYS)
 
 
 def make_config(export: Export) -> dict[str, Any]:

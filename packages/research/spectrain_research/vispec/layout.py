@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.config.build import GroupSpec
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.eagle1 import ORIGINAL_EAGLE1, Eagle1Family, eagle1_config
-from spectrain.export.fused import Export, FusedLayout
-from spectrain.export.fused_config import FusedConfig, require_keys
+from spectrain.export.fused import Export, FusedFiles
+from spectrain.export.fused_config import require_keys
 from spectrain.export.native import shape_of_eagle1
 from spectrain.export.targets import TargetFiles
 
@@ -27,19 +26,15 @@ EAGLE1 = ORIGINAL_EAGLE1.family
 class ViSpecFamily(Eagle1Family):
     """EAGLE with vectors that stand for an image."""
 
-    choice: str = "vispec"
-    covers: tuple[str, ...] = ("num_queries",)
+    choice = "vispec"
+    covers = ("num_queries",)
     own_parts: tuple[str, ...] = (*EAGLE1.own_parts, "img_adaptor.", "img_fc.weight")
-    fixed_values: Mapping[str, Any] = field(
-        default_factory=lambda: {**EAGLE1.fixed_values, **FLAGS}
-    )
+    fixed_values = {**EAGLE1.fixed_values, **FLAGS}  # noqa: RUF012  (the contract has a Mapping)
 
-    def read_settings(
-        self, layout: FusedLayout, config: FusedConfig, files: DrafterFiles, own_embedding: bool
-    ) -> dict[str, Any]:
-        require_keys(files.config, ("vispec_num_query_tokens",))
-        num_queries = files.config["vispec_num_query_tokens"]
-        settings = super().read_settings(layout, config, files, own_embedding)
+    def read_settings(self, source: FusedFiles, own_embedding: bool) -> dict[str, Any]:
+        require_keys(source.files.config, ("vispec_num_query_tokens",))
+        num_queries = source.files.config["vispec_num_query_tokens"]
+        settings = super().read_settings(source, own_embedding)
         return {**settings, "num_queries": num_queries}
 
 

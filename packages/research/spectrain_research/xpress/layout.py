@@ -19,7 +19,7 @@ from spectrain.export.dflash_speculators import SPECULATORS_DFLASH
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.fused import (
     Export,
-    FusedLayout,
+    FusedFiles,
     launch_with,
     no_launches,
     rename_prefixes,
@@ -47,16 +47,16 @@ SERVING_PREFIXES = {
 }
 
 
-def parse_config(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_config(source: FusedFiles) -> FusedConfig:
     """Translate config.json, which holds the refiner's inner width instead of a ratio."""
-    keys = files.config
+    keys = source.files.config
     require_keys(keys, ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes"))
     translated = {
         **keys,
         "xpress_mlp_ratio": keys["xpress_mlp_hidden"] // keys["xpress_rank"],
         "num_jacobi_passes": keys["xpress_num_passes"],
     }
-    return parse_flat_block(layout, replace(files, config=translated))
+    return parse_flat_block(replace(source, files=replace(source.files, config=translated)))
 
 
 def make_config(export: Export) -> dict[str, Any]:

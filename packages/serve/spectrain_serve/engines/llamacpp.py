@@ -10,9 +10,9 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import LOOKUP, EngineCommand, EngineLaunch, to_options
-from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings, model_options
 
+from .llamacpp_command import LlamaCppSettings, model_options
+from .llamacpp_server import LlamaCppServer
 from .starter import EngineStarter
 
 # What make llama-cpp installs, below the project.
@@ -23,6 +23,9 @@ VERSION_SECONDS = 30
 
 class LlamaCppStarter(EngineStarter):
     """Starts llama.cpp's server."""
+
+    target_format = "gguf"
+    starts_quickly = True
 
     def __init__(self, server: LlamaCppServer) -> None:
         super().__init__(server)

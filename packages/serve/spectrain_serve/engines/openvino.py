@@ -14,11 +14,13 @@ from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 from spectrain.models.published import cache_directory
 from spectrain.servers.commands import LOOKUP, EngineCommand, EngineLaunch, to_options
-from spectrain.servers.environments import EngineEnvironment
-from spectrain.servers.openvino import OpenVinoServer
-from spectrain.servers.openvino_command import PRECISIONS, OpenVinoSettings
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter, read_openvino_environment
+from spectrain.trees import Eagle2
+from spectrain.trees.base import TreeBuilder
 
+from .environments import EngineEnvironment
+from .openvino_command import PRECISIONS, OpenVinoSettings
+from .openvino_ir import IR_NAME, IrConverter, read_openvino_environment
+from .openvino_server import OpenVinoServer
 from .starter import EngineStarter
 
 SCRIPT = Path(__file__).parent / "plugins" / "spectrain_openvino.py"
@@ -31,9 +33,21 @@ LOOKUP_MATCH = 4
 class OpenVinoStarter(EngineStarter):
     """Starts OpenVINO GenAI behind the script."""
 
+    starts_quickly = True
+    chooses_draft_length = True
+
     def __init__(self, server: OpenVinoServer) -> None:
         super().__init__(server)
         self.settings = server.settings
+
+    def make_builder(self, num_tokens: int) -> TreeBuilder:
+        depth = self.settings.tree_depth
+        branches = self.settings.branching_factor
+        return (
+            super().make_builder(num_tokens)
+            if not depth or not branches
+            else Eagle2(depth, num_tokens + 1, branches)
+        )
 
     @property
     def environment(self) -> EngineEnvironment:

@@ -24,9 +24,7 @@ class OwnServer(OpenAIServer):
     """
 
     name = "spectrain"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        counts_drafts=True, starts_quickly=True
-    )
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True)
     settings: EngineSettings
 
     def __init__(self, config: EngineSettings) -> None:
@@ -43,6 +41,8 @@ class OwnServer(OpenAIServer):
 
 class OwnStarter(EngineStarter):
     """Starts this project's engine."""
+
+    starts_quickly = True
 
     def __init__(self, server: OwnServer) -> None:
         super().__init__(server)

@@ -19,7 +19,6 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
-from spectrain.export.engine_support import refuse_version
 from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import detect_layout, find_row, read_files
@@ -34,6 +33,7 @@ from spectrain.servers.commands import EngineLaunch
 
 from .launch import start_engine
 from .starters import find_starter
+from .versions import refuse_version
 
 
 def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | None) -> None:
@@ -144,8 +144,8 @@ def launch_target(files: TargetFiles, server: Server) -> EngineLaunch:
             "torch."
         )
     path = files.engine_path
-    if server.target_format == "gguf":
-        from spectrain.export.gguf_model import find_target_file
+    if find_starter(server).target_format == "gguf":
+        from ..layouts.gguf_model import find_target_file
 
         path = str(find_target_file(files, dtype, getattr(server.settings, "dtype", None)))
     return EngineLaunch(path, name, dtype)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from spectrain.errors import UserError
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
+from spectrain.trees import Chain
+from spectrain.trees.base import TreeBuilder
 
 
 class EngineStarter:
@@ -16,8 +18,24 @@ class EngineStarter:
     started and takes no other drafter.
     """
 
+    # Format in which the target has to be exported to be started; None for an engine that reads
+    # transformers' files.
+    target_format: ClassVar[str | None] = None
+    # Whether it starts in seconds, so that it can be started again for each setting of a
+    # measurement.
+    starts_quickly: ClassVar[bool] = False
+    # Whether each request may choose the number of tokens that its rounds draft, as
+    # num_assistant_tokens in its body.
+    chooses_draft_length: ClassVar[bool] = False
+
     def __init__(self, server: Server) -> None:
         self.server = server
+
+    def make_builder(self, num_tokens: int) -> TreeBuilder:
+        """Return our own tree for what the engine drafts, with so many tokens: a chain, unless
+        the engine has trees.
+        """
+        return Chain(num_tokens)
 
     def check_installed(self) -> None:
         """Raise a UserError if spectrain cannot start this engine on this machine."""

@@ -18,9 +18,9 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError
 from spectrain.eval.promotion import PromotionProof
 from spectrain.files import write_text
-from spectrain_serve.engines.launch import explain_log
-from spectrain_serve.engines.process_group import run_group
 
+from ..engines.launch import explain_log
+from ..engines.process_group import run_group
 from .proof import read_proof
 from .reservoir import write_conversations
 from .settings import FollowSettings

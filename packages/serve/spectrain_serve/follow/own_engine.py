@@ -38,8 +38,8 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.trees import Chain
-from spectrain_serve.engines.control_key import read_control_key
 
+from ..engines.control_key import read_control_key
 from .bodies import Application, BoundedApplication, format_error
 from .completion_body import ChatBody, TextBody, parse_completion
 from .control import check_control_request

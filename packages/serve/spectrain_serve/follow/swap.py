@@ -24,11 +24,11 @@ from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
 from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
-from spectrain_serve.engines.launch import RunningEngine, start_engine
-from spectrain_serve.engines.serve import find_served_drafter
-from spectrain_serve.engines.starter import EngineStarter
-from spectrain_serve.engines.starters import find_starter
 
+from ..engines.launch import RunningEngine, start_engine
+from ..engines.serve import find_served_drafter
+from ..engines.starter import EngineStarter
+from ..engines.starters import find_starter
 from .http_server import HttpThread
 from .settings import FollowSettings
 from .state import hash_weights

@@ -17,7 +17,6 @@ import torch
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
-from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint, Interpretation
 from spectrain.export.measure import (
     INTERPRETATIONS,
@@ -30,6 +29,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import find_mismatches
 
+from ..layouts.gguf_layout import convert_heads
 from .search import Cause
 
 READINGS = {**INTERPRETATIONS, "peagle": eagle3_interpretations}

@@ -19,8 +19,6 @@ from spectrain.errors import UserError
 from spectrain.eval.columns import tracked_systems
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.export.converter import read_drafter
-from spectrain.export.gguf_file import read_weight_type
-from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.models.bundled import TINY_DIRECTORY
@@ -34,9 +32,12 @@ from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
-from spectrain_serve.engines.launch import start_engine
-from spectrain_serve.engines.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
 
+from ..engines.launch import start_engine
+from ..engines.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
+from ..engines.starters import find_starter
+from ..layouts.gguf_file import read_weight_type
+from ..layouts.gguf_model import has_own_file
 from .causes import CauseFinder
 from .own_chain import OwnChain
 from .score import (
@@ -203,7 +204,7 @@ def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter
         "dtype": launch.dtype,
         "weight_type": find_weight_type(server, launch.dtype, drafter.target),
         "drafter_dtype": ", ".join(sorted(types))
-        if server.target_format == "gguf"
+        if find_starter(server).target_format == "gguf"
         else launch.dtype,
         "threads": getattr(settings, "threads", None),
         "draft_tokens": None if launch.drafter is None else launch.drafter.num_tokens,
@@ -216,7 +217,7 @@ def describe_launch(server: Server, launch: EngineLaunch, drafter: ServedDrafter
 def find_weight_type(server: Server, dtype: str, target: TargetFiles) -> str:
     """Return the type in which a started engine stores the target's weights: that of its own file
     or of packed weights, or else `dtype`, in which it computes."""
-    if server.target_format == "gguf" and has_own_file(
+    if find_starter(server).target_format == "gguf" and has_own_file(
         target, getattr(server.settings, "dtype", None)
     ):
         assert target.gguf_file is not None
@@ -269,7 +270,7 @@ def describe_subject(
     server: Server = spec.server.build()
     drafter = drafter.to(target.device, target.dtype).eval()
     causes = find_causes(spec, run, target)
-    own = OwnChain(target, drafter, causes, server.make_builder, weight_type)
+    own = OwnChain(target, drafter, causes, find_starter(server).make_builder, weight_type)
     return ServedSubject(
         groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own
     )

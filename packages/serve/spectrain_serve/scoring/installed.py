@@ -26,9 +26,9 @@ from spectrain.runs.folder import find_results_folder
 from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
 from spectrain.servers.ports import find_free_ports
-from spectrain_serve.engines.serve import find_served_drafter
-from spectrain_serve.engines.starters import find_starter
 
+from ..engines.serve import find_served_drafter
+from ..engines.starters import find_starter
 from .command import score_server
 
 # Prompts that are scored at most, from all categories in turn.

@@ -9,15 +9,20 @@ count, the cut ones untrimmed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.metrics import Turn
-from spectrain.servers.base import Completion, CounterSource, DraftCounters, DraftedRounds
+from spectrain.servers.base import Completion, DraftCounters, DraftedRounds
 
 from .requests import LevelResult, ServedAnswer
 
 # Of an answer without a drafter: every step emits one token.
 NO_ROUNDS = DraftedRounds((), ())
+CounterSource = Literal["requests", "totals", "none"]
+"""Where the counts of a score come from: each answer, the server's totals before and after, or
+nowhere.
+"""
 
 
 def seconds_per_token(completion: Completion) -> float | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.export.card import measured_rates
+from spectrain.export.card import measured_rates, read_scores
 from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.provenance import collect_provenance, processor_name
@@ -29,15 +29,15 @@ from spectrain.runs.folder import find_results_folder
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
 from spectrain.servers.settings import EngineSettings
-from spectrain_serve.engines.launch import start_engine
-from spectrain_serve.engines.serve import (
+
+from ..engines.launch import start_engine
+from ..engines.serve import (
     ServedDrafter,
     find_served_drafter,
     interrupt_on_signals,
     launch_target,
 )
-from spectrain_serve.engines.starters import find_starter
-
+from ..engines.starters import find_starter
 from .row_times import (
     DrafterTimes,
     EngineTimes,
@@ -117,7 +117,7 @@ class EngineBench:
 
     def complete(self, server: Server) -> EngineBench:
         """Return the settings with those filled in that depend on the engine."""
-        is_quick = server.capabilities.starts_quickly
+        is_quick = find_starter(server).starts_quickly
         rows = sorted({*(self.rows or (ALL_ROWS if is_quick else FEW_ROWS))})
         return replace(self, rows=rows, passes=self.passes or (2 if is_quick else 1))
 
@@ -232,7 +232,7 @@ def list_drafter_groups(
     """
     drafter = launch.drafter
     assert drafter is not None
-    if server.capabilities.chooses_draft_length:
+    if find_starter(server).chooses_draft_length:
         return [StartGroup(launch, tuple(draft_lengths))]
     return [
         StartGroup(replace(launch, drafter=replace(drafter, num_tokens=count)), (count,))
@@ -312,7 +312,7 @@ class EngineTimer:
         """
         chosen = (
             {"num_assistant_tokens": num_drafts}
-            if self.server.capabilities.chooses_draft_length and num_drafts
+            if find_starter(self.server).chooses_draft_length and num_drafts
             else {}
         )
         extra = {**(self.server.settings.extra or {}), "ignore_eos": True, **chosen}
@@ -373,7 +373,7 @@ def summarise(samples: Mapping[tuple[int, int], Sequence[float]]) -> dict[tuple[
 
 def read_rates(run: str) -> Sequence[float]:
     """Return the acceptance rates of the chain in a run's evaluation; [] if it was not scored."""
-    measured = measured_rates(find_results_folder(Path(run)))
+    measured = measured_rates(read_scores(find_results_folder(Path(run))))
     return [] if measured is None else measured[1]
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config.spec import read_run
-from spectrain.servers.openvino_ir import PYTHON
 from spectrain.servers.ports import find_free_port
 from spectrain_serve.engines.llamacpp import find_program
+from spectrain_serve.engines.openvino_ir import PYTHON
 from spectrain_serve.times.bench import bench_engine
 from spectrain_serve.times.row_times import find_times, load_times
 

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 
+from packages.serve.tests.export.gguf_files import Change, change_gguf, change_rows, separate
 from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -37,7 +38,6 @@ from spectrain.decoding.loop import decode
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
-from spectrain.export.gguf_model import write_target
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
@@ -46,16 +46,16 @@ from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
 from spectrain_serve.engines.launch import RunningEngine, start_engine
 from spectrain_serve.engines.llamacpp import find_program
+from spectrain_serve.engines.llamacpp_command import LlamaCppSettings
+from spectrain_serve.engines.llamacpp_server import LlamaCppServer
+from spectrain_serve.layouts.gguf_model import write_target
 from spectrain_serve.scoring.agreement import list_rounds
 from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
 from spectrain_serve.scoring.rounds import to_generation
-from tests.export.gguf_files import Change, change_gguf, change_rows, separate
 
 from .faults import check_cause
 

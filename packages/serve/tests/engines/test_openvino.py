@@ -26,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from packages.serve.tests.export.gguf_files import interleave
 from spectrain.cli.export import export_command
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -36,13 +37,6 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files
 from spectrain.export.measure import load_drafter
-from spectrain.export.openvino import (
-    HEAD_OPTIONS,
-    LAYERS_KEY,
-    add_ir,
-    read_fused_layers,
-    write_fused_layers,
-)
 from spectrain.export.targets import TargetFiles
 from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
@@ -50,14 +44,25 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.openvino import OpenVinoServer
-from spectrain.servers.openvino_command import OpenVinoSettings
-from spectrain.servers.openvino_ir import IR_NAME, PYTHON, IrConverter, read_openvino_environment
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import TreeBuilder
 from spectrain_serve.engines.launch import start_engine
-from tests.export.gguf_files import interleave
+from spectrain_serve.engines.openvino_command import OpenVinoSettings
+from spectrain_serve.engines.openvino_ir import (
+    IR_NAME,
+    PYTHON,
+    IrConverter,
+    read_openvino_environment,
+)
+from spectrain_serve.engines.openvino_server import OpenVinoServer
+from spectrain_serve.layouts.openvino import (
+    HEAD_OPTIONS,
+    LAYERS_KEY,
+    add_ir,
+    read_fused_layers,
+    write_fused_layers,
+)
 
 from .faults import check_cause
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.export.engine_support import list_support, reads
+from spectrain.export.engine_support import list_support
+from spectrain_serve.engines.versions import reads
 
 
 def read_vllm_registry(package: Path) -> set[str]:

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 import spectrain
 from spectrain.cli.export import export_command
-from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.launch import start_engine
+from spectrain_serve.layouts.gguf_layout import convert_heads
 
 from .test_vllm import PROMPTS, RUNS, TOKENS
 

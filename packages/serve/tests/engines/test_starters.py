@@ -10,19 +10,19 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
-from spectrain.servers.environments import EngineEnvironment
-from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings, serve_llamacpp
 from spectrain.servers.openai import OpenAIServer
 from spectrain.servers.settings import ClientSettings, EngineSettings
 from spectrain.servers.sglang import SglangServer
 from spectrain.servers.vllm import VllmServer, VllmSettings
+from spectrain_serve.engines.environments import EngineEnvironment
 from spectrain_serve.engines.llamacpp import (
     INSTALLED,
     LlamaCppStarter,
     find_program,
     start_llamacpp,
 )
+from spectrain_serve.engines.llamacpp_command import LlamaCppSettings, serve_llamacpp
+from spectrain_serve.engines.llamacpp_server import LlamaCppServer
 from spectrain_serve.engines.sglang import SglangStarter
 from spectrain_serve.engines.starters import find_starter
 from spectrain_serve.engines.vllm import PLUGINS, VllmStarter, prepare_states_folder, start_vllm

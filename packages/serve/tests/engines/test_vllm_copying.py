@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spectrain.cli.export import export_copying
+from spectrain.cli.export import export_weightless
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.datastore import hash_vocabulary, write_store
@@ -93,7 +93,7 @@ def test_vllm_drafts_what_we_draft(
     drafted and accepted as in our decoding, in as many rounds."""
     choice, has_store = CASES[case]
     spec = GroupSpec("drafter", choice, {"store": str(store)} if has_store else {})
-    out = export_copying(spec, "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny"))
+    out = export_weightless(spec, "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny"))
     command = re.search(r"^PYTHONPATH=.*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
     path, *words = shlex.split(command[0])

@@ -17,7 +17,6 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
-from spectrain.export.gguf_layout import convert_heads
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.measure import load_drafter, with_changes
 from spectrain.export.targets import TargetFiles
@@ -26,6 +25,7 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
+from spectrain_serve.layouts.gguf_layout import convert_heads
 from spectrain_serve.scoring.agreement import decode_prompts
 from spectrain_serve.scoring.causes import CauseFinder
 from spectrain_serve.scoring.own_chain import OwnChain

@@ -29,11 +29,11 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.llamacpp import LlamaCppServer
-from spectrain.servers.llamacpp_command import LlamaCppSettings
-from spectrain.servers.openvino import OpenVinoServer
-from spectrain.servers.openvino_command import OpenVinoSettings
 from spectrain.trees import Chain
+from spectrain_serve.engines.llamacpp_command import LlamaCppSettings
+from spectrain_serve.engines.llamacpp_server import LlamaCppServer
+from spectrain_serve.engines.openvino_command import OpenVinoSettings
+from spectrain_serve.engines.openvino_server import OpenVinoServer
 from spectrain_serve.scoring import command, search, ties
 from spectrain_serve.scoring.agreement import compare_rounds, decode_prompts
 from spectrain_serve.scoring.command import describe_launch, refuse_inapplicable

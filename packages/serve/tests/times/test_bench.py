@@ -23,6 +23,7 @@ from spectrain.servers.base import (
 from spectrain.servers.client import HttpClient
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.settings import EngineSettings
+from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.starter import EngineStarter
 from spectrain_serve.times import bench
 from spectrain_serve.times.bench import EngineBench, list_groups, make_times, measure_engine
@@ -34,15 +35,23 @@ DRAFTING = 2.0
 LAUNCH = EngineLaunch("TARGET", dtype="float32")
 
 
+class QuickStarter(EngineStarter):
+    """Starts the fake engine, whose version cannot be read."""
+
+    starts_quickly = True
+
+
+class ChoosingStarter(QuickStarter):
+    chooses_draft_length = True
+
+
 class TimedServer(Server):
     """Answers with the text that it gets. Every fifth round drafts nothing and takes long, and
     must not count.
     """
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        has_lookup=True, starts_quickly=True
-    )
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(has_lookup=True)
     settings: EngineSettings
     # Launch of the running engine, and the number of starts.
     launch: ClassVar[EngineLaunch] = LAUNCH
@@ -80,9 +89,6 @@ class TimedServer(Server):
 
 class ChoosingServer(TimedServer):
     name = "openvino"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        has_lookup=True, starts_quickly=True, chooses_draft_length=True
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +103,10 @@ def fake_start(monkeypatch: pytest.MonkeyPatch) -> None:
     # It asks git.
     monkeypatch.setattr(bench, "collect_provenance", dict)
     monkeypatch.setattr(bench, "start_engine", start)
-    # The fake server has no engine whose version could be read.
-    monkeypatch.setattr(bench, "find_starter", EngineStarter)
+    starters = {TimedServer: QuickStarter, ChoosingServer: ChoosingStarter}
+    monkeypatch.setattr(
+        bench, "find_starter", lambda server: starters.get(type(server), EngineStarter)(server)
+    )
 
 
 @pytest.mark.parametrize("kind", [TimedServer, ChoosingServer])
@@ -139,10 +147,10 @@ def test_an_engine_without_times_is_an_error() -> None:
 
 
 def test_slow_engines_start_few_times() -> None:
-    slow = SimpleNamespace(capabilities=ServerCapabilities(has_lookup=True))
-    options = EngineBench().complete(slow)  # type: ignore[arg-type]
+    slow = VllmServer(VllmSettings())
+    options = EngineBench().complete(slow)
     assert (options.rows, options.passes) == ([1, 2, 4], 1)
-    groups = list_groups(slow, LAUNCH, options.draft_lengths)  # type: ignore[arg-type]
+    groups = list_groups(slow, LAUNCH, options.draft_lengths)
     assert [group.draft_lengths for group in groups] == [(0,), (1,), (3,)]
     assert all(group.launch.drafter and group.launch.drafter.path is None for group in groups[1:])
 

@@ -11,7 +11,7 @@ import pytest
 from packages.serve.tests.times.test_row_times import make_times
 from spectrain.config.spec import RunSpec
 from spectrain.eval.comparison import ScoredRun
-from spectrain.export.card import gain_section
+from spectrain.export.card import gain_section, read_scores
 from spectrain.export.targets import TargetFiles
 from spectrain.planning.plan import advise_engine_gain
 from spectrain_serve.times.recommendations import advise_engines
@@ -35,7 +35,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_spec(*words: str) -> RunSpec:
     nodes = {"target": {"_target_": "spectrain.models.loading.load_tiny"}}
     if words:
-        nodes["server"] = {"_target_": "spectrain.servers.llamacpp.LlamaCppServer", "threads": 1}
+        nodes["server"] = {
+            "_target_": "spectrain_serve.engines.llamacpp_server.LlamaCppServer",
+            "threads": 1,
+        }
     return replace(RunSpec.from_nodes(nodes), overrides=("recipe=eagle3", *words))
 
 
@@ -63,11 +66,11 @@ def test_a_card_has_the_gain_in_the_engines_of_its_layout(tmp_path: Path) -> Non
     run = tmp_path / "run"
     (run / "eval" / "heldout").mkdir(parents=True)
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps(SUMMARY))
-    assert gain_section(["llamacpp"], TargetFiles("tiny"), run) == []
+    assert gain_section(["llamacpp"], TargetFiles("tiny"), run, read_scores(run)) == []
     save_times(TIMES)
-    assert gain_section(["vllm"], TargetFiles("tiny"), run) == []
+    assert gain_section(["vllm"], TargetFiles("tiny"), run, read_scores(run)) == []
     assert "at most 1.19x" in "\n".join(
-        gain_section(["vllm", "llamacpp"], TargetFiles("tiny"), run)
+        gain_section(["vllm", "llamacpp"], TargetFiles("tiny"), run, read_scores(run))
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import gguf
 
 from spectrain.errors import UserError
+from spectrain.export.targets import TargetFiles
 
 from .gguf_file import open_gguf, read_keys
-from .targets import TargetFiles
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.export.gguf_file import (
+from spectrain_serve.layouts.gguf_file import (
     TensorSource,
     find_gguf,
     open_gguf,

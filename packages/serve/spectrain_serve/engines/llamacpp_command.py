@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError
-
-from .commands import LOOKUP, DrafterLaunch, EngineCommand, EngineLaunch, to_options
-from .settings import EngineSettings
+from spectrain.servers.commands import (
+    LOOKUP,
+    DrafterLaunch,
+    EngineCommand,
+    EngineLaunch,
+    to_options,
+)
+from spectrain.servers.settings import EngineSettings
 
 # Names of the files that `spectrain export format=gguf` writes.
 DRAFTER_FILE = "drafter.gguf"

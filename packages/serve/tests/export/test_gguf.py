@@ -20,15 +20,6 @@ from spectrain.cli.export import export_command
 from spectrain.errors import UserError
 from spectrain.export.card import engine_commands
 from spectrain.export.converter import convert, read_drafter
-from spectrain.export.gguf_file import TensorSource, open_gguf, read_keys, read_tensors, write_gguf
-from spectrain.export.gguf_layout import (
-    interleave_heads,
-    rope_tensors,
-    scaling_keys,
-    separate_heads,
-)
-from spectrain.export.gguf_model import complete_config, write_model, write_target
-from spectrain.export.gguf_tokenizer import find_pre_tokenizer, tokenizer_keys
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files, lint
 from spectrain.export.targets import TargetFiles
@@ -36,10 +27,28 @@ from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.engines import ENGINES
+from spectrain_serve.layouts.gguf_file import (
+    TensorSource,
+    open_gguf,
+    read_keys,
+    read_tensors,
+    write_gguf,
+)
+from spectrain_serve.layouts.gguf_layout import (
+    interleave_heads,
+    rope_tensors,
+    scaling_keys,
+    separate_heads,
+)
+from spectrain_serve.layouts.gguf_model import complete_config, write_model, write_target
+from spectrain_serve.layouts.gguf_tokenizer import find_pre_tokenizer, tokenizer_keys
+from tests.export.test_converter import DFLASH, DFLASH2, DSPARK, ours
+from tests.export.test_linter import eagle3_folder
+from tests.models.test_pretrained import UP, remove, saved
 
 from .gguf_files import Change, change_gguf, change_rows, interleave, separate
-from .test_converter import DFLASH, DFLASH2, DSPARK, ours
 
+__all__ = ["eagle3_folder", "saved"]  # fixtures
 TINY = TargetFiles("tiny")
 SELECTOR = {**DFLASH2, "selector_top_k": 8}
 NORMS = {"norm_before_residual": True, "norm_before_fc": True}
@@ -482,3 +491,40 @@ def test_model_cards_say_how_llama_cpp_serves(
         "llama-server -m big.gguf -md d/drafter.gguf --spec-type draft-simple --spec-draft-n-max 3"
     )
     assert engine_commands(ENGINES["llamacpp"], launch, files) == expected
+
+
+MEASURED_GGUF: dict[str, tuple[str, Change]] = {
+    "queries and keys in transformers' order": (
+        "heads-permuted",
+        lambda keys, tensors: change_rows(tensors, separate, 32),
+    ),
+    "layers one lower": (
+        "layer-ids-off-by-one",
+        lambda keys, tensors: keys.update({"eagle3.target_layers": [1, 3, 4]}),
+    ),
+    "the other residual": (
+        "norm-before-residual-swapped",
+        lambda keys, tensors: keys.update({"eagle3.norm_before_residual": True}),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEASURED_GGUF)
+def test_measured_faults(case: str, eagle3_folder: Path, tmp_path: Path) -> None:
+    """Faults that llama.cpp reads without an error are found by name, and sound files have no
+    finding.
+    """
+    name, change = MEASURED_GGUF[case]
+    convert(eagle3_folder, tmp_path / "out", "gguf", TINY)
+    assert not lint(tmp_path / "out", TINY)
+    assert name in {finding.name for finding in lint(change_gguf(tmp_path / "out", change), TINY)}
+
+
+def test_a_weight_that_is_missing_is_named(
+    saved: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path / "small", remove(UP))
+    with pytest.raises(UserError, match=f"^{UP}: it is not among the weights"):
+        write_target(TargetFiles(str(folder)), tmp_path, None)

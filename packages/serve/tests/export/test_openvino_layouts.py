@@ -13,13 +13,13 @@ from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files
-from spectrain.export.openvino import read_fused_layers, write_fused_layers
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter, read_openvino_environment
+from spectrain_serve.engines.openvino_ir import IR_NAME, IrConverter, read_openvino_environment
+from spectrain_serve.layouts.openvino import read_fused_layers, write_fused_layers
+from tests.export.test_converter import DFLASH, ours
 
-from .conftest import IR
-from .test_converter import DFLASH, ours
+from .stand_ins_cases import IR
 
 TINY = TargetFiles("tiny")
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spectrain.errors import UserError
+from spectrain.servers.commands import EngineCommand, EngineLaunch
+from spectrain.servers.settings import EngineSettings
 
-from .commands import EngineCommand, EngineLaunch
 from .openvino_ir import WEIGHT_FORMATS
-from .settings import EngineSettings
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "auto": None}
 """Types in which OpenVINO computes, and its names for them; None leaves the choice to OpenVINO."""

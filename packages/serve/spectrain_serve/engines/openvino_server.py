@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from spectrain.trees import Eagle2
-from spectrain.trees.base import TreeBuilder
-
-from .base import (
+from spectrain.servers.base import (
     CompletionRequest,
     DraftCounters,
     DraftedRounds,
@@ -16,7 +13,8 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .openai import OpenAIServer
+from spectrain.servers.openai import OpenAIServer
+
 from .openvino_command import OpenVinoSettings
 
 
@@ -25,21 +23,12 @@ class OpenVinoServer(OpenAIServer):
 
     name = "openvino"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        counts_drafts=True, has_lookup=True, chooses_draft_length=True, starts_quickly=True
+        counts_drafts=True, has_lookup=True
     )
     settings: OpenVinoSettings
 
     def __init__(self, config: OpenVinoSettings) -> None:
         super().__init__(config)
-
-    def make_builder(self, num_tokens: int) -> TreeBuilder:
-        depth = self.settings.tree_depth
-        branches = self.settings.branching_factor
-        return (
-            super().make_builder(num_tokens)
-            if not depth or not branches
-            else Eagle2(depth, num_tokens + 1, branches)
-        )
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         return super().request_body(request) | {"return_token_ids": True}

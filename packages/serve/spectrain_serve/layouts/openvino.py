@@ -25,19 +25,19 @@ from torch import Tensor
 
 from spectrain.drafters.layers.eagle_layers import engine_layers
 from spectrain.errors import UserError
+from spectrain.export.container import Container, Finding, Rename
+from spectrain.export.dflash import num_drafts
+from spectrain.export.dflash_flat import FLAT_DFLASH
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.eagle3 import check_layer_count, unnamed_layers, variant_flags
+from spectrain.export.flat import FLAT_EAGLE3, eagle3_config, read_layer_ids, without_embedding
+from spectrain.export.fused import Export, FusedFiles, launch_with
+from spectrain.export.huggingface import HuggingFaceLayout
+from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint
+from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch
-from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 
-from .container import Container, Finding, Rename
-from .dflash import num_drafts
-from .dflash_flat import FLAT_DFLASH
-from .drafter_files import DrafterFiles
-from .eagle3 import check_layer_count, unnamed_layers, variant_flags
-from .flat import FLAT_EAGLE3, eagle3_config, read_layer_ids, without_embedding
-from .fused import Export, FusedLayout, launch_with
-from .huggingface import HuggingFaceLayout
-from .layout import CHAIN_TOKENS, DrafterCheckpoint
-from .targets import TargetFiles
+from ..engines.openvino_ir import IR_NAME, IrConverter
 
 LAYERS_KEY = "hidden_layers_list"
 # For drafters that read the target's states. optimum-intel's own classes of them are loaded as if
@@ -127,6 +127,14 @@ class Ir(Container):
         add_ir(self.converter, directory, layers, self.options)
 
 
+def write_target(
+    target: TargetFiles, directory: Path, dtype: str | None, engine_python: str | None
+) -> Path:
+    """Write the IR of a target into a folder; return its file."""
+    IrConverter(engine_python, dtype or "float32").convert(target.engine_path, directory)
+    return directory / f"{IR_NAME}.xml"
+
+
 def layers_finding(problem: str, consequence: str) -> Finding:
     return Finding(
         "openvino-layers",
@@ -162,31 +170,30 @@ def generate_lines(
     return "\n".join([convert, *lines])
 
 
-def eagle3_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def eagle3_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults of EAGLE-3's files and of the fused layers that the IR names."""
     # Unlike vLLM, OpenVINO needs the map of a full vocabulary, too.
-    yield from (finding for finding in FLAT_EAGLE3.findings(files) if finding.name != "d2t-of-all")
-    named = read_fused_layers(files.directory)
-    ids = read_layer_ids(files.config)
+    findings = FLAT_EAGLE3.findings(source.files)
+    yield from (finding for finding in findings if finding.name != "d2t-of-all")
+    named = read_fused_layers(source.files.directory)
+    ids = read_layer_ids(source.files.config)
     if named is None:
         yield layers_finding(
             f"{IR_NAME}.xml names no fused layers",
             "OpenVINO reads the target one layer too late",
         )
-    elif ids is not None and named != [layer + layout.layer_id_offset for layer in ids]:
+    elif ids is not None and named != [layer + source.layout.layer_id_offset for layer in ids]:
         yield layers_finding(
             f"{IR_NAME}.xml names other fused layers than config.json",
             "OpenVINO reads other layers than were trained on",
         )
 
 
-def default_layer_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def default_layer_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield a fault where the IR does not name the default that config.json means."""
-    named = read_fused_layers(files.directory)
+    named = read_fused_layers(source.files.directory)
     default = engine_layers(target.num_layers)
-    if read_layer_ids(files.config) is None and named not in (None, default):
+    if read_layer_ids(source.files.config) is None and named not in (None, default):
         yield layers_finding(
             f"{IR_NAME}.xml names the stream entering layers {named}, and config.json means "
             f"{default}",

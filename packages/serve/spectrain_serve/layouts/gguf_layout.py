@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.export.container import Container, Finding, Rename
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.layout import DrafterCheckpoint, Interpretation
+from spectrain.export.targets import TargetFiles
+from spectrain.export.vocabulary import target_ids
 from spectrain.models.rope import read_rope
-from spectrain.servers.llamacpp_command import DRAFTER_FILE
 
-from .container import Container, Finding, Rename
-from .drafter_files import DrafterFiles
+from ..engines.llamacpp_command import DRAFTER_FILE
 from .gguf_file import (
     WEIGHT_TYPES,
     TensorSource,
@@ -30,9 +33,6 @@ from .gguf_file import (
     write_gguf,
 )
 from .gguf_tokenizer import tokenizer_keys
-from .layout import DrafterCheckpoint, Interpretation
-from .targets import TargetFiles
-from .vocabulary import target_ids
 
 SIZE_KEYS = {
     "num_hidden_layers": "block_count",

@@ -1,8 +1,9 @@
 """Copying drafts inside vLLM: the class that `method: custom_class` constructs.
 
-An export writes this folder as the package `spectrain_copying`, with settings.json and, where there
-is one, the store beside it. vLLM gives the tokens of every text and nothing of the target, so this
-is what drafters that only copy need.
+An export (export.py) writes this file and the folder `spectrain/copying` as the package
+`spectrain_copying`, with settings.json and, where there is one, the store beside it. So this file
+imports numpy and that folder alone. vLLM gives the tokens of every text and nothing of the target,
+which is what drafters that only copy need.
 Shapes: R rows of vLLM's batch, L positions of the longest text that it admits.
 """
 
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .estimates import MIN_SHARE, AcceptanceEstimator, Proposal
-from .occurrences import Copies, IndexedText, build_trie
-from .suffixes import SuffixIndex
+from spectrain.copying.estimates import MIN_SHARE, AcceptanceEstimator, Proposal
+from spectrain.copying.occurrences import Copies, IndexedText, build_trie
+from spectrain.copying.suffixes import SuffixIndex
 
 SETTINGS_FILE = "settings.json"
 STORE_FOLDER = "store"

@@ -10,10 +10,8 @@ from typing import Any
 
 from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
-
-from .container import Finding
-from .drafter_files import DrafterFiles
-from .eagle3 import (
+from spectrain.export.container import Finding
+from spectrain.export.eagle3 import (
     EAGLE3,
     NUM_FUSED_LAYERS,
     check_layer_count,
@@ -21,9 +19,17 @@ from .eagle3 import (
     unnamed_layers,
     variant_flags,
 )
-from .fused import Export, FusedLayout, TensorNames, launch_with
-from .fused_config import EMBEDDING, HEAD, FusedConfig
-from .fused_findings import common_findings, common_target_findings, find_common_obstacle
+from spectrain.export.fused import Export, FusedFiles, FusedLayout, TensorNames, launch_with
+from spectrain.export.fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.fused_findings import (
+    common_findings,
+    common_target_findings,
+    find_common_obstacle,
+)
+from spectrain.export.layout import require_target
+from spectrain.export.targets import TargetFiles
+from spectrain.export.vocabulary import target_ids
+
 from .gguf_layout import (
     LAYER,
     LAYER_NAMES,
@@ -32,9 +38,6 @@ from .gguf_layout import (
     layer_config,
     unpermuted_interpretation,
 )
-from .layout import require_target
-from .targets import TargetFiles
-from .vocabulary import target_ids
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight",
@@ -48,31 +51,31 @@ TENSOR_NAMES = {
 NATIVE_NAMES = {name: ours for ours, name in TENSOR_NAMES.items()}
 
 
-def parse_config(layout: FusedLayout, files: DrafterFiles) -> FusedConfig:
+def parse_config(source: FusedFiles) -> FusedConfig:
     """Translate the keys."""
-    keys = files.config
+    keys = source.files.config
     variants = {
         name: bool(keys.get(f"eagle3.{name}", False))
         for name in ("norm_before_residual", "norm_before_fc")
     }
-    rows = files.tensors["d2t"].shape[0] if "d2t" in files.tensors else None
+    rows = source.files.tensors["d2t"].shape[0] if "d2t" in source.files.tensors else None
     return FusedConfig(layer_config(keys), list(keys["eagle3.target_layers"]), variants, rows)
 
 
-def find_width_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
-    width = files.config["eagle3.embedding_length"]
-    target_width = files.config.get("eagle3.target_hidden_size")
+def find_width_obstacle(source: FusedFiles) -> str | None:
+    width = source.files.config["eagle3.embedding_length"]
+    target_width = source.files.config.get("eagle3.target_hidden_size")
     if target_width not in (None, width):
         return (
-            f"eagle3.target_hidden_size={target_width}: {layout.choice} has its target's "
+            f"eagle3.target_hidden_size={target_width}: {source.layout.choice} has its target's "
             f"width, not {width}"
         )
     return None
 
 
-def file_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]:
+def file_findings(source: FusedFiles) -> Iterator[Finding]:
     """Yield the faults of the file, those of d2t first because they hide the others."""
-    ids = files.tensors.get("d2t")
+    ids = source.files.tensors.get("d2t")
     if (
         ids is not None
         and len(ids.unique()) < len(ids)
@@ -86,8 +89,8 @@ def file_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]
             "add 0, 1, 2 and so on to it: spectrain convert the original files --to gguf",
         )
         return
-    yield from common_findings(layout, files)
-    layers = files.config["eagle3.target_layers"]
+    yield from common_findings(source)
+    layers = source.files.config["eagle3.target_layers"]
     if len(layers) != NUM_FUSED_LAYERS:
         yield Finding(
             "layer-ids-count",
@@ -98,11 +101,9 @@ def file_findings(layout: FusedLayout, files: DrafterFiles) -> Iterator[Finding]
         )
 
 
-def numbering_findings(
-    layout: FusedLayout, files: DrafterFiles, target: TargetFiles
-) -> Iterator[Finding]:
+def numbering_findings(source: FusedFiles, target: TargetFiles) -> Iterator[Finding]:
     """Yield a fault where the fused layers look like SGLang's numbers."""
-    layers = list(files.config["eagle3.target_layers"])
+    layers = list(source.files.config["eagle3.target_layers"])
     default = default_layers(target.num_layers)
     if layers == [layer - 1 for layer in default]:
         yield Finding(
@@ -172,7 +173,7 @@ GGUF_EAGLE3 = FusedLayout(
     obstacles=(
         find_width_obstacle,
         find_common_obstacle,
-        lambda layout, files: find_foreign_rope(files),
+        lambda source: find_foreign_rope(source.files),
     ),
     file_checks=(file_findings,),
     target_checks=(common_target_findings, numbering_findings),

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.data.messages import Conversation
-
-from .base import (
+from spectrain.servers.base import (
     Completion,
     CompletionRequest,
     DraftCounters,
@@ -25,13 +24,14 @@ from .base import (
     TimedStep,
     add_counters,
 )
-from .counters import read_settled_counters
-from .errors import MALFORMED, ServerError, error_text
+from spectrain.servers.counters import read_settled_counters
+from spectrain.servers.errors import MALFORMED, ServerError, error_text
+from spectrain.servers.openai import OpenAIServer
+
 from .llamacpp_command import LlamaCppSettings
-from .openai import OpenAIServer
 
 if TYPE_CHECKING:
-    from .client import HttpClient
+    from spectrain.servers.client import HttpClient
 
 # Its reasons for the end of an answer -> OpenAI's.
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -42,9 +42,8 @@ class LlamaCppServer(OpenAIServer):
 
     name = "llamacpp"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        counts_drafts=True, has_lookup=True, starts_quickly=True
+        counts_drafts=True, has_lookup=True
     )
-    target_format = "gguf"
     settings: LlamaCppSettings
 
     def __init__(self, config: LlamaCppSettings) -> None:

@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any
 
 from spectrain.errors import UserError
-from spectrain.servers.commands import DrafterLaunch
-
-from .dflash import (
+from spectrain.export.dflash import (
     DFLASH,
     DFLASH2,
     DSPARK,
@@ -24,9 +22,12 @@ from .dflash import (
     num_drafts,
     qwen3_layer,
 )
-from .drafter_files import DrafterFiles
-from .fused import Export, FusedLayout, TensorNames
-from .fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.fused import Export, FusedFiles, FusedLayout, TensorNames
+from spectrain.export.fused_config import EMBEDDING, HEAD, FusedConfig
+from spectrain.export.layout import DrafterCheckpoint, require_target
+from spectrain.export.targets import TargetFiles
+from spectrain.servers.commands import DrafterLaunch
+
 from .gguf_layout import (
     LAYER,
     LAYER_NAMES,
@@ -35,8 +36,6 @@ from .gguf_layout import (
     layer_config,
     unpermuted_interpretation,
 )
-from .layout import DrafterCheckpoint, require_target
-from .targets import TargetFiles
 
 TENSOR_NAMES = {
     "fc.weight": "fc.weight",
@@ -94,18 +93,16 @@ def to_file(name: str) -> str:
     )
 
 
-def is_of_family(layout: FusedLayout, files: DrafterFiles) -> bool:
-    names = {family for family, tensor in OWN_TENSORS.items() if tensor in files.tensors}
-    return (names or {"dflash"}) == {layout.family.choice}
+def is_of_family(source: FusedFiles) -> bool:
+    names = {family for family, tensor in OWN_TENSORS.items() if tensor in source.files.tensors}
+    return (names or {"dflash"}) == {source.layout.family.choice}
 
 
 def parse_block(
-    layout: FusedLayout,
-    files: DrafterFiles,
-    read_family: Callable[[FusedLayout, DrafterFiles], dict[str, Any]],
+    source: FusedFiles, read_family: Callable[[FusedFiles], dict[str, Any]]
 ) -> FusedConfig:
     """Translate the keys; `read_family` returns the settings that not all block drafters have."""
-    keys = files.config
+    keys = source.files.config
     windowed = keys.get("dflash.attention.sliding_window_pattern") or []
     settings = {
         "block_size": keys["dflash.block_size"],
@@ -113,38 +110,38 @@ def parse_block(
         "sample_from_anchor": False,
         "causal": bool(keys.get("dflash.attention.causal", False)),
         "window": keys["dflash.attention.sliding_window"] if any(windowed) else None,
-        **read_family(layout, files),
+        **read_family(source),
     }
-    rows = files.tensors["d2t"].shape[0] if "d2t" in files.tensors else None
+    rows = source.files.tensors["d2t"].shape[0] if "d2t" in source.files.tensors else None
     return FusedConfig(layer_config(keys), list(keys["dflash.target_layers"]), {}, rows, settings)
 
 
-def read_family_keys(layout: FusedLayout, files: DrafterFiles) -> dict[str, Any]:
-    family = block_family(layout)
+def read_family_keys(source: FusedFiles) -> dict[str, Any]:
+    family = block_family(source.layout)
     names = family.config_keys.values()
-    return family.read_keys({name: files.config.get(f"dflash.{name}") for name in names})
+    return family.read_keys({name: source.files.config.get(f"dflash.{name}") for name in names})
 
 
-def read_dspark(layout: FusedLayout, files: DrafterFiles) -> dict[str, Any]:
+def read_dspark(source: FusedFiles) -> dict[str, Any]:
     return {
-        "sample_from_anchor": bool(files.config.get("dflash.sample_from_anchor", True)),
+        "sample_from_anchor": bool(source.files.config.get("dflash.sample_from_anchor", True)),
         "markov_head": "vanilla",
-        "rank": files.tensors["markov_w1.weight"].shape[1],
-        "confidence": "conf_proj.weight" in files.tensors,
+        "rank": source.files.tensors["markov_w1.weight"].shape[1],
+        "confidence": "conf_proj.weight" in source.files.tensors,
     }
 
 
-def find_key_obstacle(layout: FusedLayout, files: DrafterFiles) -> str | None:
-    windowed = files.config.get("dflash.attention.sliding_window_pattern") or []
+def find_key_obstacle(source: FusedFiles) -> str | None:
+    windowed = source.files.config.get("dflash.attention.sliding_window_pattern") or []
     if len(set(windowed)) > 1:
         return (
             f"dflash.attention.sliding_window_pattern={windowed}: all layers of "
-            f"{layout.choice} attend alike"
+            f"{source.layout.choice} attend alike"
         )
     for key in SCALES:
-        if f"dflash.{key}" in files.config:
-            value = files.config[f"dflash.{key}"]
-            return f"dflash.{key}={value}: {layout.choice} has no such scale"
+        if f"dflash.{key}" in source.files.config:
+            value = source.files.config[f"dflash.{key}"]
+            return f"dflash.{key}={value}: {source.layout.choice} has no such scale"
     return None
 
 
@@ -224,7 +221,7 @@ GGUF_DFLASH = FusedLayout(
     obstacles=(
         find_key_obstacle,
         *OBSTACLES,
-        lambda layout, files: find_foreign_rope(files),
+        lambda source: find_foreign_rope(source.files),
     ),
     file_checks=(block_findings,),
     target_checks=(block_target_findings,),

@@ -18,15 +18,26 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spectrain.errors import UserError, first_line
+from spectrain.export.container import Finding
+from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.fused_config import HEAD
+from spectrain.export.huggingface import MODEL_PREFIX, STOP_HEAD_PREFIX
+from spectrain.export.layout import (
+    CHAIN_TOKENS,
+    DrafterCheckpoint,
+    ExpectedTensors,
+    Interpretation,
+    Layout,
+    make_checkpoint,
+    require_target,
+)
+from spectrain.export.targets import BUNDLED_TARGETS, TargetFiles
 from spectrain.files import make_folder_once
 from spectrain.models.checked_tensors import open_tensors
 from spectrain.models.published import cache_directory
 from spectrain.servers.commands import DrafterLaunch
-from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 
-from .container import Finding
-from .drafter_files import DrafterFiles
-from .fused_config import HEAD
+from ..engines.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 from .gguf_file import TensorSource, write_gguf
 from .gguf_layout import (
     ROPE_FACTORS,
@@ -39,17 +50,6 @@ from .gguf_layout import (
     unpermuted_interpretation,
 )
 from .gguf_tokenizer import tokenizer_keys
-from .huggingface import MODEL_PREFIX, STOP_HEAD_PREFIX
-from .layout import (
-    CHAIN_TOKENS,
-    DrafterCheckpoint,
-    ExpectedTensors,
-    Interpretation,
-    Layout,
-    make_checkpoint,
-    require_target,
-)
-from .targets import BUNDLED_TARGETS, TargetFiles
 
 MODEL_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """Model type, in transformers and in GGUF -> the name of its tensors' table in the package gguf."""
@@ -142,9 +142,11 @@ class GgufModel(Layout):
 GGUF_MODEL = GgufModel()
 
 
-def write_target(target: TargetFiles, directory: Path, dtype: str | None) -> Path:
+def write_target(
+    target: TargetFiles, directory: Path, dtype: str | None, engine_python: str | None = None
+) -> Path:
     """Write a target's own weights as `TARGET_FILE`, one tensor after the other; return the
-    path.
+    path. No engine writes it, so `engine_python` has no effect.
     """
     container = GGUF_MODEL.container if dtype is None else GGUF_MODEL.container.with_dtype(dtype)
     config = complete_config(target.config.to_dict())

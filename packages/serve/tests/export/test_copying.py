@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spectrain.cli.export import export_copying, run_export
+from spectrain.cli.export import export_weightless, run_export
 from spectrain.config.build import GroupSpec
-from spectrain.copying.engine_drafter import CopyingDrafter
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.datastore import hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Greedy
@@ -22,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.models.target import Target
 from spectrain.trees import Chain
+from spectrain_serve.copying.engine_drafter import CopyingDrafter
 
 DEPTH = 5
 MAX_LENGTH = 1024
@@ -72,7 +72,7 @@ def test_the_package_drafts_as_our_decoding(
     """Shown the tokens of every round, it proposes as many as our chain drafted, and the target
     accepts as many of them, round by round."""
     spec = CASES.get(case) or GroupSpec("drafter", "retrieval", {"store": str(store)})
-    out = export_copying(spec, "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny"))
+    out = export_weightless(spec, "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny"))
     drafter = CopyingDrafter(vllm_config(), out / "spectrain_copying")
     own = spec.build(target=tiny)
     accepted = 0
@@ -95,7 +95,7 @@ def test_rows_move_and_prompts_come_in_parts(prompts: list[list[int]], tmp_path:
     """A text is recognized wherever it stands in the batch, nothing is drafted before its first
     token, and the order of the rows changes no draft."""
     texts = [prompt + prompt[:9] for prompt in prompts[:2]]
-    out = export_copying(
+    out = export_weightless(
         CASES["retrieval"], "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny")
     )
     moving, steady = (CopyingDrafter(vllm_config(), out / "spectrain_copying") for _ in range(2))
@@ -116,7 +116,9 @@ def test_rows_move_and_prompts_come_in_parts(prompts: list[list[int]], tmp_path:
 def test_the_package_needs_numpy_alone(tmp_path: Path) -> None:
     """A process that can import neither torch nor this project loads the class by the path in the
     command of the card."""
-    out = export_copying(CASES["ngram"], "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny"))
+    out = export_weightless(
+        CASES["ngram"], "vllm", str(tmp_path / "out"), GroupSpec("target", "tiny")
+    )
     command = (out / "README.md").read_text().split("--speculative-config '")[1].split("'")[0]
     module, name = json.loads(command)["model"].rsplit(".", 1)
     source = f"""

@@ -1,0 +1,1 @@
+"""Drafters that only copy, inside vLLM."""
