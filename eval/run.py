@@ -5,7 +5,7 @@ rotates, in one engine: same kernels, same cache, same stop handling. The refere
 check is computed apart from all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spectrain.data.chat import tokenize_question
+from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import (
     check_compatibility,
@@ -45,6 +46,7 @@ from spectrain.eval.metrics import (
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import read_lines
+from spectrain.eval.parts import EvalPart
 from spectrain.eval.pipeline import (
     Answers,
     AnswerSource,
@@ -91,6 +93,9 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
+    # Settings and extensions of installed packages.
+    parts: Sequence[EvalPart] = ()
+
     def __post_init__(self) -> None:
         SystemSettings.__post_init__(self)
         DecodingSettings.__post_init__(self)
@@ -111,14 +116,20 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
     @property
     def uses_clock(self) -> bool:
         """Whether what is drafted depends on measured times, beyond the tree."""
-        return False
+        return any(part.uses_clock for part in self.parts)
 
     @property
     def varies_trees(self) -> bool:
         """Whether trees of several kinds are decoded, so that the rule must be valid for all of
         them.
         """
-        return False
+        return any(part.varies_trees for part in self.parts)
+
+    @property
+    def references(self) -> dict[str, Reference]:
+        return {
+            prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None
+        }
 
     def check_prompts(self, target: Target) -> None:
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
@@ -131,25 +142,15 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
 
     def extensions(self) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""
-        return [*self.extra_extensions(), self._baselines()]
-
-    def _baselines(self) -> Baselines:
-        return Baselines(
-            self.baseline_names(),
+        baselines = Baselines(
+            self.baselines,
             self.assistant,
             self.exit_layer,
             self.store,
             self.chosen,
             counts_apart=self.max_minutes is not None,
         )
-
-    def baseline_names(self) -> list[str]:
-        """Return the systems of `eval.baselines` to decode."""
-        return [*self.baselines]
-
-    def extra_extensions(self) -> list[EvalExtension]:
-        """Return the extensions that a subclass adds."""
-        return []
+        return [*(added for part in self.parts for added in part.extensions(self)), baselines]
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write the results to `folder`, print the table,
@@ -161,41 +162,36 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         """Return a row of values for each system of a summary, for trackers."""
         return tracked_systems(summary)
 
-    def puts_chain_first(self, candidate: Candidate) -> bool:
-        """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's
-        own tree.
 
-        They are if no tree was requested, or one that may draft nothing: its tokens per forward
-        would not be the drafter's.
-        """
-        own = candidate.builder
-        if self.varies_trees or (own.traits.is_chain and own.depth == 3 and own.traits.is_fixed):
-            return False
-        return self.measured or own.round_policy.decides_to_draft
+def puts_chain_first(evaluation: Evaluation, candidate: Candidate) -> bool:
+    """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's own
+    tree.
 
-    @property
-    def references(self) -> dict[str, Reference]:
-        return {
-            prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None
-        }
+    They are if no tree was requested, or one that may draft nothing: its tokens per forward would
+    not be the drafter's.
+    """
+    own = candidate.builder
+    if evaluation.varies_trees or (own.traits.is_chain and own.depth == 3 and own.traits.is_fixed):
+        return False
+    return evaluation.measured or own.round_policy.decides_to_draft
 
-    def calibration_prompts(self, target: Target) -> list[list[int]]:
-        """Return openings of the embedded conversations, or of the prompts that eval.calibration
-        names.
-        """
-        if self.calibration is not None:
-            prompts = read_prompts(self.calibration, self.calibration_limit).prompts
-            tokens = [prompt.tokenize_for(target) for prompt in prompts]
-        else:
-            from spectrain.data.readers import EmbeddedReader
 
-            conversations = EmbeddedReader(limit=self.calibration_limit).load_conversations()
-            tokens = [
-                tokenize_question(target.template, conversation) for conversation in conversations
-            ]
-        return [
-            prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length
-        ] or tokens[:1]
+def load_calibration_prompts(evaluation: Evaluation, target: Target) -> list[list[int]]:
+    """Return openings of the embedded conversations, or of the prompts that eval.calibration
+    names.
+    """
+    limit = evaluation.calibration_limit
+    if evaluation.calibration is not None:
+        prompts = read_prompts(evaluation.calibration, limit).prompts
+        tokens = [prompt.tokenize_for(target) for prompt in prompts]
+    else:
+        conversations = EmbeddedReader(limit=limit).load_conversations()
+        tokens = [
+            tokenize_question(target.template, conversation) for conversation in conversations
+        ]
+    return [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length] or tokens[
+        :1
+    ]
 
 
 class EngineAnswers(AnswerSource):
@@ -219,7 +215,7 @@ class EngineAnswers(AnswerSource):
         changes_drafter = any(extension.changes_drafter for extension in self.views)
         self.prepare()
         candidate = self.candidate
-        if evaluation.puts_chain_first(candidate) and not changes_drafter:
+        if puts_chain_first(evaluation, candidate) and not changes_drafter:
             candidate = self.candidate = replace(
                 candidate, builder=make_chain(candidate.builder), default_builder=candidate.builder
             )
@@ -271,7 +267,7 @@ class EngineAnswers(AnswerSource):
             evaluation.chosen = evaluation.chosen[:num_timed]
 
     def _load_prompts(self) -> list[list[int]]:
-        return self.evaluation.calibration_prompts(self.candidate.target)
+        return load_calibration_prompts(self.evaluation, self.candidate.target)
 
     def prepare(self) -> None:
         """Check the candidate, move it to the target's device, tune it, and choose a rule if it

@@ -36,7 +36,7 @@ class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit,
         """Extend the prompts to the lengths of eval.context. Leave out those that do not fit the
         target's context with their answer, and raise UserError if none fits."""
         if self.context_filler is not None:
-            self.context_filler.check_fit(target, self.max_new_tokens)
+            self.context_filler = self.context_filler.fit_to(target, self.max_new_tokens)
             self.chosen, omitted = self.context_filler.fill_prompts(
                 self.prompts_read.prompts, target
             )

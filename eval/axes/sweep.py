@@ -28,7 +28,7 @@ from spectrain.eval.axes.load import TimeTable, simulate_policies
 from spectrain.eval.axes.points import Axis, AxisPoint, Batch, find_crossover, measure_point
 from spectrain.eval.axes.schedule import simulate_schedule
 from spectrain.eval.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
-from spectrain.eval.context import ContextFiller, parse_length
+from spectrain.eval.context import parse_length
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System, describe_tree
@@ -305,11 +305,3 @@ def group_by_length(turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     for turn in turns:
         groups.setdefault(parse_length(turn.category), []).append(turn)
     return dict(sorted(groups.items()))
-
-
-def limit_lengths(filler: ContextFiller, target: Target, max_new_tokens: int) -> ContextFiller:
-    """Return the filler without the lengths that leave the target no room for an answer."""
-    fitting = tuple(
-        length for length in filler.lengths if length + max_new_tokens <= target.max_length
-    )
-    return replace(filler, lengths=fitting or filler.lengths[:1])

@@ -25,7 +25,7 @@ from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.baselines import INSTALLED
 from spectrain.eval.notes import explain_numbers, list_caveats
-from spectrain.eval.run import Evaluation
+from spectrain.eval.run import Evaluation, puts_chain_first
 from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.fast import packed_linears
@@ -625,7 +625,7 @@ def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(
     ):
         candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING)
         assert (
-            make_evaluation(tmp_path, **{"measured": True, **settings}).puts_chain_first(candidate)
+            puts_chain_first(make_evaluation(tmp_path, **{"measured": True, **settings}), candidate)
             == first
         )
 
