@@ -15,6 +15,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
+from spectrain.eval.kinds import ROUND_GROUPS
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.pipeline import (
@@ -178,13 +179,7 @@ class ServerAnswers(AnswerSource):
         """Compute the numbers of one level; what cannot be known is None or empty."""
         source = find_counter_source(drafted)
         numbers = measure_system(turns, True, self.template)
-        by_answer = (
-            "by_kind",
-            "by_position",
-            "by_text_position",
-            "by_turn",
-            "by_category",
-        )
+        by_answer = (*ROUND_GROUPS, "by_category")
         numbers |= {"time_share": {}} | (
             {} if source == "requests" else {**{name: {} for name in by_answer}, "disparity": None}
         )
