@@ -203,8 +203,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
         },
         "serving": plan_serving(options, models),
         "hours": estimate_hours(spec, options.rate, models, work, operations),
-        "notes": [*list_notes(spec, options, work, models),
-            *advise_engine_gain(spec, options.acceptance_rates)],
+        "notes": list_notes(spec, options, work, models),
         "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
@@ -245,7 +244,7 @@ def plan_serving(options: Plan, models: Models) -> dict[str, int]:
 
 
 def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:
-    """Return what the numbers leave out or assume."""
+    """Return what the numbers leave out or assume, and what drafting gains in a measured engine."""
     notes = []
     if work.is_counted and not models.target.template.exists:
         notes.append(
@@ -282,6 +281,8 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> 
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it "
             "may store every score"
         )
+    for advice in list_engine_advice():
+        notes += advice.advise_plan(spec, options.acceptance_rates)
     return notes
 
 
@@ -323,31 +324,6 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     return [
         f"the first command that loads {files.gguf_file} writes its weights in "
         f"{type_name(dtype)}, {format_bytes(size)}, to {converted}"
-    ]
-
-
-def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
-    """Return what drafting can gain in the engine of server=, if it was measured on this machine,
-    or else the command that measures it."""
-    if not spec.server or not spec.server.build().capabilities.has_lookup:
-        return []
-    engine = str(spec.server.choice)
-    facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
-    target = TargetFiles.from_settings(spec.target.node).short_name
-    sentences = [
-        sentence
-        for advice in list_engine_advice()
-        for sentence in advice.advise_target(target, [engine], rates, facts, run=None)
-    ]
-    if sentences:
-        return sentences
-    words = [
-        word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)
-    ]
-    command = shlex.join(["spectrain", "bench", "engine", *words])
-    return [
-        f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on "
-        f"this machine: {command}"
     ]
 
 
