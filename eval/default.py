@@ -62,17 +62,23 @@ class DefaultEvaluation(SweepSettings, Evaluation):
 
     def extensions(self) -> list[EvalExtension]:
         *added, baselines = super().extensions()
-        return [*added, *self.make_sweep(), baselines]
+        return [*added, *make_sweep(self), baselines]
 
-    def make_sweep(self) -> list[EvalExtension]:
-        """Return the extension that varies what eval.sweep names."""
-        shared = self.max_new_tokens, self.bound_ms, self.engine, self.batch_size
-        if self.sweep == "batch":
-            return [BatchSweep("batch", *shared, self.batches)]
-        if self.sweep == "context":
-            return [ContextSweep("context", *shared)]
-        if self.sweep == "grid":
-            return [BatchContextSweep("batch", *shared, self.batches)]
-        if self.sweep == "temperature":
-            return [TemperatureSweep("temperature", *shared, self.temperatures)]
-        return []
+
+def make_sweep(evaluation: DefaultEvaluation) -> list[EvalExtension]:
+    """Return the extension that varies what eval.sweep names."""
+    shared = (
+        evaluation.max_new_tokens,
+        evaluation.bound_ms,
+        evaluation.engine,
+        evaluation.batch_size,
+    )
+    if evaluation.sweep == "batch":
+        return [BatchSweep("batch", *shared, evaluation.batches)]
+    if evaluation.sweep == "context":
+        return [ContextSweep("context", *shared)]
+    if evaluation.sweep == "grid":
+        return [BatchContextSweep("batch", *shared, evaluation.batches)]
+    if evaluation.sweep == "temperature":
+        return [TemperatureSweep("temperature", *shared, evaluation.temperatures)]
+    return []

@@ -54,7 +54,7 @@ from spectrain.eval.pipeline import (
     SourceSetting,
     run_pipeline,
 )
-from spectrain.eval.prompts import read_prompts, take_turns
+from spectrain.eval.prompts import Prompt, read_prompts, take_turns
 from spectrain.eval.report import print_answer
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.settings import DecodingSettings, StatisticsSettings, SystemSettings
@@ -98,7 +98,6 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
 
     def __post_init__(self) -> None:
         SystemSettings.__post_init__(self)
-        DecodingSettings.__post_init__(self)
         StatisticsSettings.__post_init__(self)
         PromptedEvaluation.__post_init__(self)
         for key, is_given in (
@@ -111,7 +110,7 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
                     "leave it out"
                 )
         if self.execute:
-            check_execution(list(self.references.values()))
+            check_execution([*collect_references(self.chosen).values()])
 
     @property
     def uses_clock(self) -> bool:
@@ -124,12 +123,6 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         them.
         """
         return any(part.varies_trees for part in self.parts)
-
-    @property
-    def references(self) -> dict[str, Reference]:
-        return {
-            prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None
-        }
 
     def check_prompts(self, target: Target) -> None:
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
@@ -161,6 +154,11 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
     def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a row of values for each system of a summary, for trackers."""
         return tracked_systems(summary)
+
+
+def collect_references(prompts: Sequence[Prompt]) -> dict[str, Reference]:
+    """Return what the answer to each prompt that has a reference must satisfy, by its id."""
+    return {prompt.id: prompt.reference for prompt in prompts if prompt.reference is not None}
 
 
 def puts_chain_first(evaluation: Evaluation, candidate: Candidate) -> bool:
@@ -464,6 +462,7 @@ class EngineAnswers(AnswerSource):
         evaluation, oracle = self.evaluation, self.oracle
         candidate = results.candidate
         answers = results.turns[DRAFTER]
+        references = collect_references(evaluation.chosen)
         limits: dict[str, Any] = {}
         has_forced = oracle is not None and oracle.rolled_out
         if oracle is not None and has_forced:
@@ -478,7 +477,7 @@ class EngineAnswers(AnswerSource):
             candidate.drafter,
             candidate.target,
             answers,
-            evaluation.references,
+            references,
             evaluation.max_new_tokens,
             evaluation.execute,
         ):
@@ -487,7 +486,7 @@ class EngineAnswers(AnswerSource):
             # Compare answers token by token if the rule should not change them.
             is_deterministic = not candidate.rule.matching_rule().is_random
             limits["drift"] = rule_drift(candidate.target, answers, follows=is_deterministic)
-            task = task_score(candidate.target, evaluation.references, answers, evaluation.execute)
+            task = task_score(candidate.target, references, answers, evaluation.execute)
             limits |= {} if task is None else {"task": task}
         return limits
 

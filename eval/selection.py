@@ -26,7 +26,6 @@ class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit,
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)
         AnswerLimit.__post_init__(self)
-        LoadSettings.__post_init__(self)
         prompts = read_prompts(self.prompts, self.limit, self.categories)
         self.prompts_read = prompts
         self.chosen = prompts.prompts
