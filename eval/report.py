@@ -217,7 +217,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     if (positions := position_table(comparison["rows"])) is not None:
         console.print(positions)
     for axes in comparison.get("axes", {}).values():
-        print_axis(console, [(axis["name"], axis) for axis in axes])
+        print_axis(console, axes)
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
     print_advice(console, comparison)
@@ -308,7 +308,7 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
             for cells in comparison_cells(row, "markdown", "{} [{}]".format)
         ]
     for axes in comparison.get("axes", {}).values():
-        lines += ["", axis_markdown([(axis["name"], axis) for axis in axes])]
+        lines += ["", axis_markdown(axes)]
     advice = [
         f"- {item['goal']}: **{item['choice']}**. {item['because']}"
         for item in comparison["recommendations"]

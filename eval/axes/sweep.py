@@ -85,7 +85,7 @@ class AxisSweep(EvalExtension):
         return {"axis": axis}
 
     def print_results(self, console: Console, summary: dict[str, Any]) -> None:
-        print_axis(console, [("", summary["axis"])])
+        print_axis(console, [summary["axis"]])
         for sentence in describe_axis(summary["axis"]):
             console.print(sentence, markup=False)
 
@@ -132,8 +132,8 @@ def pair_turn(text: Turn, plain: Generation, drafted: Generation) -> Turn:
 
 def write_axis(folder: Path, axis: dict[str, Any]) -> None:
     """Write the table and the plot of an axis."""
-    write_text(folder / "axis.md", axis_markdown([("", axis)]) + "\n")
-    write_text(folder / "axis.svg", str(render_axis([("", axis)], "axis")) + "\n")
+    write_text(folder / "axis.md", axis_markdown([axis]) + "\n")
+    write_text(folder / "axis.svg", str(render_axis([axis], "axis")) + "\n")
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_batches_that_share_prompts_have_no_interval(
         "crossover": vars(crossover),
     }
     axis |= {"load": None, "left_out": []}
-    table = axis_markdown([("", axis)])
+    table = axis_markdown([axis])
     assert (
         ("| none |" in table)
         == (f"No 95 % interval at {size}: batches share prompts" in table)
