@@ -1,36 +1,39 @@
 """Operations of a training step and of its frozen forwards, from closed formulas."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from spectrain.drafters.step_cost import BatchShape
+from spectrain.drafters.step_cost import BatchShape, StepCost
 from spectrain.models.target import Target
 
 from .footprint import Models, stage_cost
 
 
-def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[float, float]:
-    """Return the operations of a padded token, on average over stages and batches: of its features,
-    and of the rest of a step.
-    """
-    sampled = sample_batches(batches)
-    features = steps = 0.0
-    for number, share in models.stage_shares.items():
-        features += share * sum(feature_flops(models, number, batch) for batch in sampled)
-        steps += share * sum(step_flops(models, number, batch) for batch in sampled)
-    tokens = sum(batch.tokens for batch in sampled)
-    return features / tokens, steps / tokens
+@dataclass(frozen=True)
+class TokenFlops:
+    """Operations of a padded token, on average over stages and batches."""
+
+    # Of its features, and of the rest of a step.
+    features: float
+    step: float
+    # Of the results that a drafter keeps for later epochs.
+    cached: float
 
 
-def cached_flops_per_token(models: Models, batches: Sequence[BatchShape]) -> float:
-    """Return the operations of a padded token whose results a drafter keeps for later epochs."""
+def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> TokenFlops:
+    """Return the operations of a padded token of these batches."""
     sampled = sample_batches(batches)
-    total = 0.0
+    features = step = cached = 0.0
     for number, share in models.stage_shares.items():
         costs = [stage_cost(models, models.stages[number], batch) for batch in sampled]
-        total += share * sum(
-            forward_flops(models, cost.cached_rows, batch) for cost, batch in zip(costs, sampled)
+        pairs = [*zip(costs, sampled)]
+        features += share * sum(feature_flops(models, number, batch) for batch in sampled)
+        step += share * sum(step_flops(models, number, cost, batch) for cost, batch in pairs)
+        cached += share * sum(
+            forward_flops(models, cost.cached_rows, batch) for cost, batch in pairs
         )
-    return total / sum(batch.tokens for batch in sampled)
+    tokens = sum(batch.tokens for batch in sampled)
+    return TokenFlops(features / tokens, step / tokens, cached / tokens)
 
 
 def sample_batches(batches: Sequence[BatchShape]) -> Sequence[BatchShape]:
@@ -64,12 +67,11 @@ def mean_keys(target: Target, length: float) -> float:
     return share * min(length, window) + (1 - share) * length
 
 
-def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
-    """Return the operations of a training step on a batch in the stage of this index: two for every
-    product of the forward, its inputs' gradients and the gradients of trained weights, and seven
-    halves of the forward for attention.
+def step_flops(models: Models, stage: int, cost: StepCost, batch: BatchShape) -> float:
+    """Return the operations of a training step of this cost in the stage of this index: two for
+    every product of the forward, its inputs' gradients and the gradients of trained weights, and
+    seven halves of the forward for attention.
     """
-    cost = stage_cost(models, models.stages[stage], batch)
     total = 0.0
     for run in cost.runs:
         row = models.row_cost(run.module, stage)
