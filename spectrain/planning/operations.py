@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain.drafters.step_cost import BatchShape, StepCost
+from spectrain.drafters.step_cost import BatchShape
 from spectrain.models.target import Target
 
 from .footprint import Models, stage_cost
@@ -25,12 +25,12 @@ def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> TokenFlops
     sampled = sample_batches(batches)
     features = step = cached = 0.0
     for number, share in models.stage_shares.items():
-        costs = [stage_cost(models, models.stages[number], batch) for batch in sampled]
-        pairs = [*zip(costs, sampled)]
         features += share * sum(feature_flops(models, number, batch) for batch in sampled)
-        step += share * sum(step_flops(models, number, cost, batch) for cost, batch in pairs)
+        step += share * sum(step_flops(models, number, batch) for batch in sampled)
+        stage = models.stages[number]
         cached += share * sum(
-            forward_flops(models, cost.cached_rows, batch) for cost, batch in pairs
+            forward_flops(models, stage_cost(models, stage, batch).cached_rows, batch)
+            for batch in sampled
         )
     tokens = sum(batch.tokens for batch in sampled)
     return TokenFlops(features / tokens, step / tokens, cached / tokens)
@@ -67,11 +67,12 @@ def mean_keys(target: Target, length: float) -> float:
     return share * min(length, window) + (1 - share) * length
 
 
-def step_flops(models: Models, stage: int, cost: StepCost, batch: BatchShape) -> float:
-    """Return the operations of a training step of this cost in the stage of this index: two for
-    every product of the forward, its inputs' gradients and the gradients of trained weights, and
-    seven halves of the forward for attention.
+def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
+    """Return the operations of a training step on a batch in the stage of this index: two for every
+    product of the forward, its inputs' gradients and the gradients of trained weights, and seven
+    halves of the forward for attention.
     """
+    cost = stage_cost(models, models.stages[stage], batch)
     total = 0.0
     for run in cost.runs:
         row = models.row_cost(run.module, stage)
