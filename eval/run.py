@@ -100,15 +100,6 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         SystemSettings.__post_init__(self)
         StatisticsSettings.__post_init__(self)
         PromptedEvaluation.__post_init__(self)
-        for key, is_given in (
-            ("concurrency", self.concurrency != (1,)),
-            ("slo", self.slo is not None),
-        ):
-            if is_given:
-                raise UserError(
-                    f"eval.{key}: it is about a running server; add server=vllm server.url=.., or "
-                    "leave it out"
-                )
         if self.execute:
             check_execution([*collect_references(self.chosen).values()])
 

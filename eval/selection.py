@@ -7,7 +7,6 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.settings import (
     AnswerLimit,
-    LoadSettings,
     OutputCheck,
     PromptSettings,
     ReportSettings,
@@ -16,7 +15,7 @@ from spectrain.models.target import Target
 
 
 @dataclass
-class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit, PromptSettings):
+class PromptedEvaluation(OutputCheck, ReportSettings, AnswerLimit, PromptSettings):
     """An evaluation with its prompts: `chosen`, and in `skipped` the numbers of those left out,
     by reason.
 

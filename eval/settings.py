@@ -93,20 +93,6 @@ class OutputCheck:
 
 
 @dataclass
-class LoadSettings:
-    """How a running server is asked, and what its times are compared with."""
-
-    part: ClassVar[str] = "server"
-
-    # With a server: numbers of requests at the same time, each of which is measured with every
-    # prompt.
-    concurrency: tuple[Count, ...] = (1,)
-    # With a server: limits of the time to the first token and of the time per later token, as in
-    # {ttft: 500ms, itl: 50ms}. The share of requests within them is reported. Null reports none.
-    slo: dict[str, str] | None = None
-
-
-@dataclass
 class SystemSettings:
     """What is scored: the drafter in which trees, and what it is compared with."""
 

@@ -524,7 +524,6 @@ def test_baselines_of_transformers_are_shown(shallow: Target, tmp_path: Path) ->
         ({"baselines": ("oracle",)}, "eval.baselines: 'oracle'"),
         ({"baselines": ("assistant",)}, "eval.assistant"),
         ({"batch_size": 0}, "eval.batch_size=0"),
-        ({"concurrency": (0,)}, "eval.concurrency"),
         ({"max_minutes": 0}, "eval.max_minutes=0"),
         ({"check_texts": 99}, "eval.check_texts=99"),
         ({"engine": "fast"}, "eval.engine=fast"),

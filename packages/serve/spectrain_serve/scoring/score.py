@@ -31,6 +31,7 @@ from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
 
 from .latency import LatencyLimits, measure_latency
+from .load_settings import LoadSettings
 from .notes import ServingTable
 from .own_chain import OwnChain
 from .requests import (
@@ -82,7 +83,7 @@ class Measured:
 
 
 @dataclass
-class ServerEvaluation(PromptedEvaluation):
+class ServerEvaluation(LoadSettings, PromptedEvaluation):
     """Scores a running server with prompts of `eval`."""
 
     def __post_init__(self) -> None:
