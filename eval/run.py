@@ -178,9 +178,8 @@ def load_calibration_prompts(evaluation: Evaluation, target: Target) -> list[lis
         tokens = [
             tokenize_question(target.template, conversation) for conversation in conversations
         ]
-    return [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length] or tokens[
-        :1
-    ]
+    fitting = [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length]
+    return fitting or tokens[:1]
 
 
 class EngineAnswers(AnswerSource):
