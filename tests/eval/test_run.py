@@ -142,8 +142,6 @@ def test_a_drafter_computes_in_the_targets_type(shallow: Target, tmp_path: Path)
         UserError, match="use eval.drafter_dtype=float32, or add target.dtype=bfloat16"
     ):
         make_evaluation(tmp_path, drafter_dtype="bfloat16").check_prompts(shallow)
-    with pytest.raises(UserError, match="choose from auto"):
-        make_evaluation(tmp_path, drafter_dtype="int8")
 
 
 @pytest.mark.parametrize(
@@ -527,6 +525,8 @@ def test_baselines_of_transformers_are_shown(shallow: Target, tmp_path: Path) ->
         ({"max_minutes": 0}, "eval.max_minutes=0"),
         ({"check_texts": 99}, "eval.check_texts=99"),
         ({"engine": "fast"}, "eval.engine=fast"),
+        ({"drafter_dtype": "int8"}, "eval.drafter_dtype=int8"),
+        ({"serve_in": "tensorrt"}, "eval.serve_in=tensorrt"),
         ({"batches": (8, 0)}, "eval.batches"),
         *CASES.get("test_bad_settings_are_refused", ()),
         ({"categories": ["nonsense"]}, "nonsense"),
