@@ -35,11 +35,10 @@ from spectrain.errors import RunInterrupted, UserError, suggest_nearest
 from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.columns import DRAFTER, tracked_comparison
 from spectrain.eval.comparison import ScoredRun
-from spectrain.eval.engines import compare_engines, read_scores
 from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.page import write_report
 from spectrain.eval.recommendations import compare_runs
-from spectrain.eval.report import print_comparison, print_engines
+from spectrain.eval.report import print_comparison
 from spectrain.eval.settings import refuse_unknown
 from spectrain.eval.targets import compare_targets, group_by_target
 from spectrain.files import write_text
@@ -47,6 +46,7 @@ from spectrain.models.target import Target
 from spectrain.output.verbosity import result_output
 from spectrain.runs.lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from spectrain.runs.score import evaluate
+from spectrain.runs.server_scores import require_server_scores
 from spectrain.runs.train import train_and_score
 from spectrain.training.metrics import track_run
 from spectrain.training.trainer import Trainer
@@ -151,30 +151,41 @@ def compare_in_folder(
 ) -> dict[str, Any]:
     """Compare in a folder that no other process writes to."""
     comparison: Comparison = compare.build()
-    if runs and comparison.scores is not None:
-        scored = read_scores(Path(runs[0]), comparison.scores)
-    elif runs:
-        scored = read_runs(
-            [Path(run) for run in runs], spec.evaluation_name, batched_name(comparison)
-        )
-    else:
-        scored = Contest(spec, compare, comparison, folder).run(recipes)
-    folder.mkdir(parents=True, exist_ok=True)
     if comparison.scores is not None:
-        result = compare_engines(scored, folder)
-    elif len(group_by_target(scored)) > 1:
-        result = compare_targets(scored, folder)
+        assert runs is not None, "scores are those of a run"
+        engines = require_server_scores("compare.scores")
+        result = engines.compare_engines(Path(runs[0]), comparison.scores, folder)
+        print_result = engines.print_engines
     else:
-        result = compare_runs(scored, folder, None if runs else comparison.budget)
+        result = compare_drafters(spec, compare, folder, recipes, runs)
+        print_result = print_comparison
+    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
-    write_report(folder / "report.html", [run.folder for run in scored], result)
+    write_report(folder / "report.html", [], result)
     settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
     with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
         tracker.log_comparison(result, tracked_comparison(result), folder)
     with result_output():
-        (print_comparison if comparison.scores is None else print_engines)(result)
+        print_result(result)
     print(f"written to {folder}")
     return result
+
+
+def compare_drafters(
+    spec: RunSpec, compare: GroupSpec, folder: Path, recipes: Any, runs: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the content of comparison.json about finished runs, or about recipes that are trained
+    and scored first.
+    """
+    comparison: Comparison = compare.build()
+    if runs:
+        folders = [Path(run) for run in runs]
+        scored = read_runs(folders, spec.evaluation_name, batched_name(comparison))
+    else:
+        scored = Contest(spec, compare, comparison, folder).run(recipes)
+    if len(group_by_target(scored)) > 1:
+        return compare_targets(scored, folder)
+    return compare_runs(scored, folder, None if runs else comparison.budget)
 
 
 def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:

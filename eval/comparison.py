@@ -34,6 +34,7 @@ from spectrain.eval.noise import is_possible
 Entry = dict[str, Any]
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # keys of the setting that must agree
+SAME_OF_TARGETS = tuple(key for key in SAME if key != "dtype")
 # Keys of the setting whose difference is a caveat, and what they are called.
 DIFFERENT = {
     "device": "devices",
@@ -202,19 +203,23 @@ def list_same_drafter(summary: Entry) -> dict[str, Entry]:
     return short
 
 
-def check_same(runs: Sequence[ScoredRun]) -> None:
-    """Refuse evaluations that must not be compared."""
+def check_same(runs: Sequence[ScoredRun], has_one_target: bool = True) -> None:
+    """Refuse evaluations that must not be compared. Those of several targets differ in the type of
+    their weights, and answered the same questions in tokens of their own.
+    """
     first = runs[0]
     prompts = first.prompts()
+    keys = ("target", *SAME, "acceptance") if has_one_target else SAME_OF_TARGETS
     for other in runs[1:]:
-        for key in ("target", *SAME, "acceptance"):
+        for key in keys:
             expected, actual = (run.compared_setting(key) for run in (first, other))
             if expected != actual and UNKNOWN_DTYPE not in (expected, actual):
                 raise UserError(
                     f"{other.folder}: it was scored with {key} {actual}, and {first.folder} with "
                     f"{expected}; score both alike with spectrain eval"
                 )
-        if other.prompts() != prompts:
+        answered = other.prompts()
+        if answered != prompts if has_one_target else answered.keys() != prompts.keys():
             raise UserError(
                 f"{other.folder}: its prompts are not those of {first.folder}; score both with "
                 "the same eval.prompts, eval.limit and eval.categories"

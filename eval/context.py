@@ -70,6 +70,8 @@ class ContextFiller:
     method: ContextMethod
     # File or folder of the documents; None takes the embedded conversations.
     path: str | None
+    # Whether lengths beyond the target's context are left out, because nobody asked for them.
+    leaves_out_long: bool = False
 
     @classmethod
     def parse(
@@ -103,15 +105,21 @@ class ContextFiller:
             "description": DESCRIPTIONS[self.method],
         }
 
-    def check_fit(self, target: Target, max_new_tokens: int) -> None:
-        """Raise UserError for a length that leaves the target no room for an answer."""
+    def fit_to(self, target: Target, max_new_tokens: int) -> "ContextFiller":
+        """Return the filler without the lengths that leave the target no room for an answer; raise
+        UserError for such a length that was asked for, or if there is no other.
+        """
         room = target.max_length - max_new_tokens
-        if self.lengths[-1] > room:
+        lengths = self.lengths
+        if self.leaves_out_long:
+            lengths = tuple(length for length in lengths if length <= room) or lengths[:1]
+        if lengths[-1] > room:
             raise UserError(
-                f"eval.context={format_length(self.lengths[-1])}: {target.name} takes "
+                f"eval.context={format_length(lengths[-1])}: {target.name} takes "
                 f"{target.max_length} tokens, {max_new_tokens} of them for the answer "
                 f"(eval.max_new_tokens); use lengths of up to {max(0, room)}"
             )
+        return replace(self, lengths=lengths)
 
     def fill_prompts(
         self, prompts: Sequence[Prompt], target: Target

@@ -2,8 +2,7 @@
 installed packages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from spectrain.errors import UserError
@@ -13,14 +12,11 @@ from spectrain.eval.axes.sweep import (
     BatchSweep,
     ContextSweep,
     TemperatureSweep,
-    limit_lengths,
 )
 from spectrain.eval.baselines import TRANSFORMERS
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.parts import EvalPart
 from spectrain.eval.run import Evaluation
 from spectrain.eval.settings import refuse_empty
-from spectrain.models.target import Target
 
 
 @dataclass
@@ -45,14 +41,17 @@ class DefaultEvaluation(SweepSettings, Evaluation):
     # The entry points whose settings join these; see config/parts.py.
     part_group: ClassVar[str] = "eval"
 
-    parts: Sequence[EvalPart] = ()
-
     def __post_init__(self) -> None:
         # Lengths beyond the target's context are left out where nobody named them.
-        self.takes_default_lengths = self.sweep in ("context", "grid") and self.context is None
-        if self.takes_default_lengths:
+        takes_default_lengths = self.sweep in ("context", "grid") and self.context is None
+        if takes_default_lengths:
             self.context = CONTEXT_LENGTHS
         super().__post_init__()
+        if takes_default_lengths and self.context_filler is not None:
+            self.context_filler = replace(self.context_filler, leaves_out_long=True)
+        if self.sweep is not None:
+            # A sweep compares systems, so the baselines of this engine are left out.
+            self.baselines = tuple(name for name in self.baselines if name in TRANSFORMERS)
         refuse_empty("batches", self.batches)
         if not self.temperatures or min(self.temperatures) < 0:
             raise UserError(
@@ -61,38 +60,25 @@ class DefaultEvaluation(SweepSettings, Evaluation):
         for part in self.parts:
             part.check(self)
 
-    def check_prompts(self, target: Target) -> None:
-        if self.takes_default_lengths and self.context_filler is not None:
-            self.context_filler = limit_lengths(self.context_filler, target, self.max_new_tokens)
-        super().check_prompts(target)
+    def extensions(self) -> list[EvalExtension]:
+        *added, baselines = super().extensions()
+        return [*added, *make_sweep(self), baselines]
 
-    def make_sweep(self) -> list[EvalExtension]:
-        """Return the extension that varies what eval.sweep names."""
-        shared = self.max_new_tokens, self.bound_ms, self.engine, self.batch_size
-        if self.sweep == "batch":
-            return [BatchSweep("batch", *shared, self.batches)]
-        if self.sweep == "context":
-            return [ContextSweep("context", *shared)]
-        if self.sweep == "grid":
-            return [BatchContextSweep("batch", *shared, self.batches)]
-        if self.sweep == "temperature":
-            return [TemperatureSweep("temperature", *shared, self.temperatures)]
-        return []
 
-    def baseline_names(self) -> list[str]:
-        """Leave out the baselines of this engine where a sweep compares systems."""
-        return [name for name in self.baselines if self.sweep is None or name in TRANSFORMERS]
-
-    @property
-    def uses_clock(self) -> bool:
-        return any(part.uses_clock for part in self.parts)
-
-    @property
-    def varies_trees(self) -> bool:
-        return any(part.varies_trees for part in self.parts)
-
-    def extra_extensions(self) -> list[EvalExtension]:
-        return [
-            *(extension for part in self.parts for extension in part.extensions(self)),
-            *self.make_sweep(),
-        ]
+def make_sweep(evaluation: DefaultEvaluation) -> list[EvalExtension]:
+    """Return the extension that varies what eval.sweep names."""
+    shared = (
+        evaluation.max_new_tokens,
+        evaluation.bound_ms,
+        evaluation.engine,
+        evaluation.batch_size,
+    )
+    if evaluation.sweep == "batch":
+        return [BatchSweep("batch", *shared, evaluation.batches)]
+    if evaluation.sweep == "context":
+        return [ContextSweep("context", *shared)]
+    if evaluation.sweep == "grid":
+        return [BatchContextSweep("batch", *shared, evaluation.batches)]
+    if evaluation.sweep == "temperature":
+        return [TemperatureSweep("temperature", *shared, evaluation.temperatures)]
+    return []

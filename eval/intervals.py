@@ -53,6 +53,15 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
     return [round(float(np.exp(end)), 4) for end in ends]
 
 
+def rounds_interval(columns: Floats) -> Interval:
+    """Return the 95 % confidence interval of tokens per round, of the sums of tokens and rounds of
+    each prompt [P, 2].
+    """
+    ends = interval(columns, (1, -1))
+    # A forward emits at least one token.
+    return None if ends is None else [max(1.0, end) for end in ends]
+
+
 def _log_statistic(columns: Floats, sign: Floats, weights: Floats) -> tuple[Floats, Floats]:
     """Return the log statistic and its standard error [R] of resamples that take prompts
     `weights` [R, P] times.

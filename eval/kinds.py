@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from spectrain.data.chat import render_chat
-from spectrain.data.chat_template import ChatTemplate, Kind, common_length
+from spectrain.data.chat_template import KINDS, ChatTemplate, Kind, common_length
 from spectrain.data.messages import Conversation
 from spectrain.decoding.generation import Generation
-from spectrain.eval.intervals import Interval, interval
+from spectrain.eval.intervals import Interval, rounds_interval
 
 POSITIONS = {"0-256": 256, "256-1k": 1024, "1k-4k": 4096, "4k+": None}
 """Ranges of positions in an answer, in tokens -> the first position after the range."""
@@ -37,6 +37,14 @@ range.
 
 TURNS = {"turn 1": 1, "turn 2": 2, "turn 3": 3, "turn 4": 4, "turn 5+": None}
 """Turns of a conversation, counted from 0 -> the first turn after these."""
+
+ROUND_GROUPS: dict[str, Iterable[str]] = {
+    "by_kind": KINDS,
+    "by_position": POSITIONS,
+    "by_text_position": TEXT_POSITIONS,
+    "by_turn": TURNS,
+}
+"""Key of a system's entry in summary.json -> the groups of rounds in it, in their order."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,8 @@ def summarize_rounds(rounds: Sequence[GroupedRound]) -> RoundNumbers:
     for item in rounds:
         tokens, count = sums.get(item.prompt_id, (0, 0))
         sums[item.prompt_id] = [tokens + item.tokens, count + 1]
-    ends = interval(np.array([sums[name] for name in sorted(sums)], dtype=np.float64), (1, -1))
+    ends = rounds_interval(np.array([sums[name] for name in sorted(sums)], dtype=np.float64))
     total = sum(item.tokens for item in rounds)
-    # A forward emits at least one token.
-    ends = None if ends is None else [max(1.0, end) for end in ends]
     return RoundNumbers(round(total / len(rounds), 4), len(rounds), total, ends)
 
 

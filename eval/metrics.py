@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from spectrain.data.chat import token_kinds
-from spectrain.data.chat_template import KINDS, ChatTemplate, Kind
+from spectrain.data.chat_template import ChatTemplate, Kind
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.disparity import Disparity, compare_groups
-from spectrain.eval.intervals import Floats, Interval, interval
+from spectrain.eval.intervals import Floats, Interval, interval, rounds_interval
 from spectrain.eval.kinds import (
-    POSITIONS,
+    ROUND_GROUPS,
     TEXT_POSITIONS,
     TURNS,
     GroupedRound,
@@ -232,10 +232,7 @@ def measure_system(
         "by_category": {
             category: measure_category(part, shares_times) for category, part in categories.items()
         },
-        "by_kind": acceptance_by_kind(turns, template),
-        "by_position": acceptance_by_position(turns),
-        "by_text_position": acceptance_by_text_position(turns),
-        "by_turn": acceptance_by_turn(turns),
+        **group_rounds(turns, template),
         "disparity": compare_groups(
             {category: acceptance_columns(part) for category, part in categories.items()}
         ),
@@ -346,57 +343,35 @@ def count_judged_tokens(turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
     return accepted, tried
 
 
-def acceptance_by_kind(
-    turns: Sequence[Turn], template: ChatTemplate | None
-) -> dict[str, RoundNumbers]:
-    """Average complete rounds by the kind of their first token."""
-    rounds: list[GroupedRound] = []
+def group_rounds(
+    turns: Sequence[Turn], template: ChatTemplate | None = None
+) -> dict[str, dict[str, RoundNumbers]]:
+    """Average complete rounds by what their first token is, as `ROUND_GROUPS` names it: its kind,
+    its position in the answer and in the text, and the turn of the conversation.
+
+    Without the prompt's tokens, as from some servers, a position in the text is not known and its
+    round is left out there.
+    """
+    rounds: dict[str, list[GroupedRound]] = {key: [] for key in ROUND_GROUPS}
     for turn in turns:
-        output = turn.drafted.output
-        kinds = (
-            ["content"] * len(output)
+        drafted = turn.drafted
+        kinds: Sequence[Kind] = (
+            ["content"] * len(drafted.output)
             if template is None
-            else token_kinds(template, output, turn.first_kind)
+            else token_kinds(template, drafted.output, turn.first_kind)
         )
-        rounds += [
-            GroupedRound(kinds[start], turn.id, length)
-            for start, length in round_starts(turn.drafted)
-        ]
-    return average_rounds(KINDS, rounds)
-
-
-def acceptance_by_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
-    """Average complete rounds by the position of their first token in the answer."""
-    rounds = [
-        GroupedRound(position_range(start), turn.id, length)
-        for turn in turns
-        for start, length in round_starts(turn.drafted)
-    ]
-    return average_rounds(POSITIONS, rounds)
-
-
-def acceptance_by_text_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
-    """Average complete rounds by the position of their first token in the text; without the
-    prompt's tokens, as from some servers, a position is not known and its round is left out."""
-    rounds = [
-        GroupedRound(
-            position_range(len(turn.drafted.prompt) + start, TEXT_POSITIONS), turn.id, length
-        )
-        for turn in turns
-        if turn.drafted.prompt
-        for start, length in round_starts(turn.drafted)
-    ]
-    return average_rounds(TEXT_POSITIONS, rounds)
-
-
-def acceptance_by_turn(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
-    """Average complete rounds by the turn of the conversation that they answer."""
-    rounds = [
-        GroupedRound(position_range(turn.turn, TURNS), turn.id, length)
-        for turn in turns
-        for _, length in round_starts(turn.drafted)
-    ]
-    return average_rounds(TURNS, rounds)
+        for start, length in round_starts(drafted):
+            groups = {
+                "by_kind": kinds[start],
+                "by_position": position_range(start),
+                "by_turn": position_range(turn.turn, TURNS),
+            }
+            if drafted.prompt:
+                position = len(drafted.prompt) + start
+                groups["by_text_position"] = position_range(position, TEXT_POSITIONS)
+            for key, group in groups.items():
+                rounds[key].append(GroupedRound(group, turn.id, length))
+    return {key: average_rounds(names, rounds[key]) for key, names in ROUND_GROUPS.items()}
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:
@@ -489,9 +464,7 @@ def time_share(turns: Sequence[Turn]) -> dict[str, float]:
 
 def acceptance_interval(turns: Sequence[Turn]) -> Interval:
     """Return the 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
-    ends = interval(acceptance_columns(turns), (1, -1))
-    # A forward emits at least one token.
-    return None if ends is None else [max(1.0, end) for end in ends]
+    return rounds_interval(acceptance_columns(turns))
 
 
 def speedup_interval(turns: Sequence[Turn]) -> Interval:

@@ -19,7 +19,7 @@ from spectrain.eval.columns import (
 from spectrain.eval.context import format_length
 from spectrain.eval.draft_model import describe_draft_model
 from spectrain.eval.fixed_trees import START, UNTRAINED
-from spectrain.eval.headline import count_prompts
+from spectrain.eval.headline import count_prompts, format_gain
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
@@ -53,12 +53,8 @@ def describe_acceptance(summary: Summary) -> Iterator[str]:
             before, after = (
                 format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER)
             )
-            ends = format_interval(gain["ci95"])
             name = "before training" if gain["over"] == START else UNTRAINED
-            text += (
-                f"{name} {before}, this drafter {after}: {gain['ratio']:.2f} "
-                f"times{f' (95 % {ends})' if ends else ''}"
-            )
+            text += f"{name} {before}, this drafter {after}: {format_gain(gain)}"
             if gain["over"] == START and UNTRAINED in drafters:
                 text += f"; without the fit {format_length_with_ends(drafters[UNTRAINED])}"
         if "shipped" in drafters:

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from spectrain.decoding.generation import ROUND_PARTS
-from spectrain.eval.axes.tables import section_axes, section_axis
+from spectrain.eval.axes.tables import section_axis
 from spectrain.eval.charts import (
     MIN_VALIDATIONS,
     HeldOutPoint,
@@ -93,8 +93,7 @@ def write_report(
         plot_colors=make_color_style(COLORS),
         dark_plot_colors=make_color_style(DARK_COLORS),
         axes=[
-            section_axes([(axis["name"], axis) for axis in axes], "compared")
-            for axes in (comparison or {}).get("axes", {}).values()
+            section_axis(axes, "compared") for axes in (comparison or {}).get("axes", {}).values()
         ],
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
@@ -134,7 +133,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "autoregressive": autoregressive_entries(summary),
         "serving": list_serving_rows(summary) if summary else [],
         "user_times": list_user_time_rows(summary) if summary else [],
-        "axis": section_axis(summary.get("axis"), id),
+        "axis": section_axis([summary["axis"]], id) if "axis" in summary else None,
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [

@@ -23,7 +23,7 @@ from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.summary import (
-    EvaluationSummary,
+    make_summary,
     sample_line,
     write_lines,
     write_prompts,
@@ -126,9 +126,10 @@ def write_results(
     entries = source.measure_more(answers, summaries)
     setting = source.describe(summaries[DRAFTER])
     skipped = evaluation.skipped + answers.left_out
+    filler = evaluation.context_filler
     shared = {
         "prompts": answers.num_prompts,
-        **evaluation.describe_context(),
+        **({} if filler is None else {"context": filler.describe()}),
         "skipped": dict(skipped),
         "max_new_tokens": evaluation.max_new_tokens,
         "batch_size": setting.batch_size,
@@ -136,12 +137,8 @@ def write_results(
         "tree": summaries[DRAFTER].tree,
         "guard": setting.has_guard,
     }
-    summary = EvaluationSummary(
-        dict(summaries),
-        entries.limits,
-        entries.sections,
-        {**setting.subject, **shared, **setting.engine},
-    ).to_json()
+    depends_on = {**setting.subject, **shared, **setting.engine}
+    summary = make_summary(summaries, entries.limits, entries.sections, depends_on)
     lines = [sample_line(turn, source.template) for turn in answers.turns[DRAFTER]]
     write_lines(folder / "samples.jsonl", lines)
     write_rounds(folder / "rounds.parquet", answers.turns)

@@ -25,7 +25,6 @@ from spectrain.eval.columns import (
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.headline import count_prompts, describe_headline
 from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
-from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import shows_notes
 
@@ -218,7 +217,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     if (positions := position_table(comparison["rows"])) is not None:
         console.print(positions)
     for axes in comparison.get("axes", {}).values():
-        print_axis(console, [(axis["name"], axis) for axis in axes])
+        print_axis(console, axes)
     for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
     print_advice(console, comparison)
@@ -232,61 +231,6 @@ def print_advice(console: Console, comparison: dict[str, Any]) -> None:
             .append(advice["goal"], "bold")
             .append(f": {advice['choice']}. {advice['because']}")
         )
-
-
-def print_engines(comparison: dict[str, Any]) -> None:
-    """Print one line for each engine and its drafts, then which of them to take."""
-    setting = comparison["setting"]
-    console = open_console()
-    table = Table(
-        title=f"{setting['target']}: {setting['max_new_tokens']} tokens per prompt",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for title in ("engine", "drafts", "types, threads"):
-        table.add_column(title, overflow="fold")
-    for title in ENGINE_TITLES:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in comparison["rows"]:
-        for cells in engine_cells(row):
-            table.add_row(*cells)
-    console.print(table)
-    for sentence in comparison["caveats"]:
-        console.print(sentence, markup=False)
-    print_advice(console, comparison)
-
-
-ENGINE_TITLES = (
-    "tokens per\nforward",
-    "tokens/s\nplain",
-    "tokens/s\ndrafted",
-    "speedup",
-    "identical",
-)
-
-
-def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
-    """Return one line of cells for each system of an engine's row."""
-    columns = {column.title: column for column in SYSTEM_COLUMNS}
-    engine = row["engine"]
-    types = f"{engine['weights'] or 'unknown'}, drafter {engine['drafter_dtype'] or 'unknown'}, "
-    types += format_threads(engine["threads"])
-    for number, entry in enumerate(row["systems"]):
-        stacked = {
-            name: f"{column.cell(entry)}\n{column.interval_cell(entry)}"
-            for name, column in columns.items()
-        }
-        plain = (entry["tokens_per_second"] or {}).get("autoregressive")
-        yield [
-            *([row["label"], entry["label"], types] if number == 0 else ["", entry["label"], ""]),
-            stacked["tokens per forward"],
-            "" if plain is None else f"{plain:.1f}",
-            columns["tokens/s"].cell(entry),
-            stacked["speedup"],
-            columns["identical"].cell(entry),
-        ]
 
 
 def position_table(rows: Sequence[dict[str, Any]]) -> Table | None:
@@ -364,7 +308,7 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
             for cells in comparison_cells(row, "markdown", "{} [{}]".format)
         ]
     for axes in comparison.get("axes", {}).values():
-        lines += ["", axis_markdown([(axis["name"], axis) for axis in axes])]
+        lines += ["", axis_markdown(axes)]
     advice = [
         f"- {item['goal']}: **{item['choice']}**. {item['because']}"
         for item in comparison["recommendations"]

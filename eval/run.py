@@ -5,7 +5,7 @@ rotates, in one engine: same kernels, same cache, same stop handling. The refere
 check is computed apart from all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spectrain.data.chat import tokenize_question
+from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import (
     check_compatibility,
@@ -45,6 +46,7 @@ from spectrain.eval.metrics import (
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup, machine_load
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.page import read_lines
+from spectrain.eval.parts import EvalPart
 from spectrain.eval.pipeline import (
     Answers,
     AnswerSource,
@@ -52,7 +54,7 @@ from spectrain.eval.pipeline import (
     SourceSetting,
     run_pipeline,
 )
-from spectrain.eval.prompts import read_prompts, take_turns
+from spectrain.eval.prompts import Prompt, read_prompts, take_turns
 from spectrain.eval.report import print_answer
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.settings import DecodingSettings, StatisticsSettings, SystemSettings
@@ -91,34 +93,27 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
+    # Settings and extensions of installed packages.
+    parts: Sequence[EvalPart] = ()
+
     def __post_init__(self) -> None:
         SystemSettings.__post_init__(self)
-        DecodingSettings.__post_init__(self)
         StatisticsSettings.__post_init__(self)
         PromptedEvaluation.__post_init__(self)
-        for key, is_given in (
-            ("concurrency", self.concurrency != (1,)),
-            ("slo", self.slo is not None),
-        ):
-            if is_given:
-                raise UserError(
-                    f"eval.{key}: it is about a running server; add server=vllm server.url=.., or "
-                    "leave it out"
-                )
         if self.execute:
-            check_execution(list(self.references.values()))
+            check_execution([*collect_references(self.chosen).values()])
 
     @property
     def uses_clock(self) -> bool:
         """Whether what is drafted depends on measured times, beyond the tree."""
-        return False
+        return any(part.uses_clock for part in self.parts)
 
     @property
     def varies_trees(self) -> bool:
         """Whether trees of several kinds are decoded, so that the rule must be valid for all of
         them.
         """
-        return False
+        return any(part.varies_trees for part in self.parts)
 
     def check_prompts(self, target: Target) -> None:
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
@@ -131,25 +126,15 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
 
     def extensions(self) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""
-        return [*self.extra_extensions(), self._baselines()]
-
-    def _baselines(self) -> Baselines:
-        return Baselines(
-            self.baseline_names(),
+        baselines = Baselines(
+            self.baselines,
             self.assistant,
             self.exit_layer,
             self.store,
             self.chosen,
             counts_apart=self.max_minutes is not None,
         )
-
-    def baseline_names(self) -> list[str]:
-        """Return the systems of `eval.baselines` to decode."""
-        return [*self.baselines]
-
-    def extra_extensions(self) -> list[EvalExtension]:
-        """Return the extensions that a subclass adds."""
-        return []
+        return [*(added for part in self.parts for added in part.extensions(self)), baselines]
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write the results to `folder`, print the table,
@@ -161,41 +146,40 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
         """Return a row of values for each system of a summary, for trackers."""
         return tracked_systems(summary)
 
-    def puts_chain_first(self, candidate: Candidate) -> bool:
-        """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's
-        own tree.
 
-        They are if no tree was requested, or one that may draft nothing: its tokens per forward
-        would not be the drafter's.
-        """
-        own = candidate.builder
-        if self.varies_trees or (own.traits.is_chain and own.depth == 3 and own.traits.is_fixed):
-            return False
-        return self.measured or own.round_policy.decides_to_draft
+def collect_references(prompts: Sequence[Prompt]) -> dict[str, Reference]:
+    """Return what the answer to each prompt that has a reference must satisfy, by its id."""
+    return {prompt.id: prompt.reference for prompt in prompts if prompt.reference is not None}
 
-    @property
-    def references(self) -> dict[str, Reference]:
-        return {
-            prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None
-        }
 
-    def calibration_prompts(self, target: Target) -> list[list[int]]:
-        """Return openings of the embedded conversations, or of the prompts that eval.calibration
-        names.
-        """
-        if self.calibration is not None:
-            prompts = read_prompts(self.calibration, self.calibration_limit).prompts
-            tokens = [prompt.tokenize_for(target) for prompt in prompts]
-        else:
-            from spectrain.data.readers import EmbeddedReader
+def puts_chain_first(evaluation: Evaluation, candidate: Candidate) -> bool:
+    """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's own
+    tree.
 
-            conversations = EmbeddedReader(limit=self.calibration_limit).load_conversations()
-            tokens = [
-                tokenize_question(target.template, conversation) for conversation in conversations
-            ]
-        return [
-            prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length
-        ] or tokens[:1]
+    They are if no tree was requested, or one that may draft nothing: its tokens per forward would
+    not be the drafter's.
+    """
+    own = candidate.builder
+    if evaluation.varies_trees or (own.traits.is_chain and own.depth == 3 and own.traits.is_fixed):
+        return False
+    return evaluation.measured or own.round_policy.decides_to_draft
+
+
+def load_calibration_prompts(evaluation: Evaluation, target: Target) -> list[list[int]]:
+    """Return openings of the embedded conversations, or of the prompts that eval.calibration
+    names.
+    """
+    limit = evaluation.calibration_limit
+    if evaluation.calibration is not None:
+        prompts = read_prompts(evaluation.calibration, limit).prompts
+        tokens = [prompt.tokenize_for(target) for prompt in prompts]
+    else:
+        conversations = EmbeddedReader(limit=limit).load_conversations()
+        tokens = [
+            tokenize_question(target.template, conversation) for conversation in conversations
+        ]
+    fitting = [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length]
+    return fitting or tokens[:1]
 
 
 class EngineAnswers(AnswerSource):
@@ -219,7 +203,7 @@ class EngineAnswers(AnswerSource):
         changes_drafter = any(extension.changes_drafter for extension in self.views)
         self.prepare()
         candidate = self.candidate
-        if evaluation.puts_chain_first(candidate) and not changes_drafter:
+        if puts_chain_first(evaluation, candidate) and not changes_drafter:
             candidate = self.candidate = replace(
                 candidate, builder=make_chain(candidate.builder), default_builder=candidate.builder
             )
@@ -271,7 +255,7 @@ class EngineAnswers(AnswerSource):
             evaluation.chosen = evaluation.chosen[:num_timed]
 
     def _load_prompts(self) -> list[list[int]]:
-        return self.evaluation.calibration_prompts(self.candidate.target)
+        return load_calibration_prompts(self.evaluation, self.candidate.target)
 
     def prepare(self) -> None:
         """Check the candidate, move it to the target's device, tune it, and choose a rule if it
@@ -468,6 +452,7 @@ class EngineAnswers(AnswerSource):
         evaluation, oracle = self.evaluation, self.oracle
         candidate = results.candidate
         answers = results.turns[DRAFTER]
+        references = collect_references(evaluation.chosen)
         limits: dict[str, Any] = {}
         has_forced = oracle is not None and oracle.rolled_out
         if oracle is not None and has_forced:
@@ -482,7 +467,7 @@ class EngineAnswers(AnswerSource):
             candidate.drafter,
             candidate.target,
             answers,
-            evaluation.references,
+            references,
             evaluation.max_new_tokens,
             evaluation.execute,
         ):
@@ -491,7 +476,7 @@ class EngineAnswers(AnswerSource):
             # Compare answers token by token if the rule should not change them.
             is_deterministic = not candidate.rule.matching_rule().is_random
             limits["drift"] = rule_drift(candidate.target, answers, follows=is_deterministic)
-            task = task_score(candidate.target, evaluation.references, answers, evaluation.execute)
+            task = task_score(candidate.target, references, answers, evaluation.execute)
             limits |= {} if task is None else {"task": task}
         return limits
 

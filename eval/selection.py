@@ -7,7 +7,6 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.settings import (
     AnswerLimit,
-    LoadSettings,
     OutputCheck,
     PromptSettings,
     ReportSettings,
@@ -16,7 +15,7 @@ from spectrain.models.target import Target
 
 
 @dataclass
-class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit, PromptSettings):
+class PromptedEvaluation(OutputCheck, ReportSettings, AnswerLimit, PromptSettings):
     """An evaluation with its prompts: `chosen`, and in `skipped` the numbers of those left out,
     by reason.
 
@@ -26,7 +25,6 @@ class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit,
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)
         AnswerLimit.__post_init__(self)
-        LoadSettings.__post_init__(self)
         prompts = read_prompts(self.prompts, self.limit, self.categories)
         self.prompts_read = prompts
         self.chosen = prompts.prompts
@@ -36,7 +34,7 @@ class PromptedEvaluation(OutputCheck, LoadSettings, ReportSettings, AnswerLimit,
         """Extend the prompts to the lengths of eval.context. Leave out those that do not fit the
         target's context with their answer, and raise UserError if none fits."""
         if self.context_filler is not None:
-            self.context_filler.check_fit(target, self.max_new_tokens)
+            self.context_filler = self.context_filler.fit_to(target, self.max_new_tokens)
             self.chosen, omitted = self.context_filler.fill_prompts(
                 self.prompts_read.prompts, target
             )

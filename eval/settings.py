@@ -6,10 +6,10 @@ config/grouped.py reads both.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from spectrain.config.missing import explain_missing
-from spectrain.config.values import FolderName
+from spectrain.config.values import Count, FolderName, Positive
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
 from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE, TRANSFORMERS
@@ -35,7 +35,7 @@ class PromptSettings:
     # Prompt categories to score; null scores all of them.
     categories: list[str] | None = None
     # Largest number of prompts, taken from all categories in turn; null scores every prompt.
-    limit: int | None = None
+    limit: Count | None = None
     # Lengths in tokens that every prompt is extended to by documents before its question, as in
     # [1k,4k,16k] or 4k, where k is 1,024. Null takes the prompts as they are.
     context: tuple[int | str, ...] | int | str | None = None
@@ -48,14 +48,7 @@ class PromptSettings:
     documents: str | None = None
 
     def __post_init__(self) -> None:
-        refuse_below("limit", self.limit, 1)
         self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
-
-    def describe_context(self) -> dict[str, Any]:
-        """Return the entry of the setting that says how prompts were extended; an empty one if
-        they were not.
-        """
-        return {} if self.context_filler is None else {"context": self.context_filler.describe()}
 
 
 @dataclass
@@ -100,24 +93,6 @@ class OutputCheck:
 
 
 @dataclass
-class LoadSettings:
-    """How a running server is asked, and what its times are compared with."""
-
-    part: ClassVar[str] = "server"
-
-    # With a server: numbers of requests at the same time, each of which is measured with every
-    # prompt.
-    concurrency: tuple[int, ...] = (1,)
-    # With a server: limits of the time to the first token and of the time per later token, as in
-    # {ttft: 500ms, itl: 50ms}. The share of requests within them is reported. Null reports none.
-    slo: dict[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        for level in self.concurrency:
-            refuse_below("concurrency", level, 1)
-
-
-@dataclass
 class SystemSettings:
     """What is scored: the drafter in which trees, and what it is compared with."""
 
@@ -142,18 +117,13 @@ class SystemSettings:
     assistant: str | None = None
     # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit
     # layer.
-    exit_layer: int | None = None
+    exit_layer: Count | None = None
     # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino,
     # llamacpp, vllm, or auto for the first of these that is installed and serves the drafter. Null
     # scores it in none.
     serve_in: ServingEngine | None = None
 
     def __post_init__(self) -> None:
-        refuse_below("exit_layer", self.exit_layer, 1)
-        if self.serve_in not in (None, *get_args(ServingEngine)):
-            raise UserError(
-                f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}"
-            )
         if self.serve_in is not None:
             require_server_scores("eval.serve_in")
         for name in self.baselines:
@@ -181,7 +151,7 @@ class DecodingSettings:
     part: ClassVar[str] = "decoding"
 
     # Number of prompts that are decoded together.
-    batch_size: int = 1
+    batch_size: Count = 1
     # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and
     # auto captures on a GPU.
     engine: EngineChoice = "auto"
@@ -191,30 +161,15 @@ class DecodingSettings:
     drafter_dtype: DrafterDtype = "auto"
     # Number of times to decode every pair of runs where times are unsteady; later repetitions
     # interleave the two systems round by round.
-    repeats: int = 2
+    repeats: Count = 2
     # Minutes that a score may take, from the search for trees to the report: as many prompts are
     # decoded as fit, at least four, and categories take turns. Null decodes all prompts.
-    max_minutes: float | None = None
+    max_minutes: Positive | None = None
     # Prompts on which trees are searched and timed; null uses openings of the embedded
     # conversations.
     calibration: str | None = None
     # Largest number of prompts for searching and timing trees.
-    calibration_limit: int = 8
-
-    def __post_init__(self) -> None:
-        for key in ("batch_size", "calibration_limit", "repeats"):
-            refuse_below(key, getattr(self, key), 1)
-        if self.max_minutes is not None:
-            refuse_not_positive("max_minutes", self.max_minutes)
-        if self.engine not in get_args(EngineChoice):
-            raise UserError(
-                f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}"
-            )
-        if self.drafter_dtype not in get_args(DrafterDtype):
-            raise UserError(
-                f"eval.drafter_dtype={self.drafter_dtype}: choose from "
-                f"{', '.join(get_args(DrafterDtype))}"
-            )
+    calibration_limit: Count = 8
 
 
 @dataclass
@@ -237,10 +192,10 @@ class StatisticsSettings:
     # Longest time between two tokens that a reader accepts, in milliseconds. Without a server, the
     # share of the times within it is reported, and goodput counts the answers that keep it in 95 %
     # of their tokens.
-    bound_ms: float = 50.0
+    bound_ms: Positive = 50.0
     # Price of an hour of this machine, from which the price of a million tokens is computed; null
     # computes none.
-    price_per_hour: float | None = None
+    price_per_hour: Positive | None = None
     # Device to predict the speedup on, by its memory's gigabytes per second and its 10^12
     # operations per second in the target's type, as in {bandwidth: 3350, tflops: 989}; null
     # predicts none.
@@ -248,9 +203,6 @@ class StatisticsSettings:
 
     def __post_init__(self) -> None:
         refuse_below("check_texts", self.check_texts, 100)
-        for key in ("bound_ms", "price_per_hour"):
-            if (value := getattr(self, key)) is not None:
-                refuse_not_positive(key, value)
         device = self.other_device
         if device is not None and (
             set(device) != {"bandwidth", "tflops"} or min(device.values()) <= 0
@@ -259,12 +211,6 @@ class StatisticsSettings:
                 f"eval.other_device={device}: give both numbers, as in {{bandwidth: 3350, tflops: "
                 f"989}}"
             )
-
-
-def refuse_not_positive(key: str, value: float) -> None:
-    """Refuse a number that is not above 0."""
-    if not value > 0:
-        raise UserError(f"eval.{key}={value}: use more than 0")
 
 
 def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:

@@ -4,7 +4,6 @@ prompts.parquet.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +28,31 @@ PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of texts at once for which the speedup on another device is predicted."""
 
 
-@dataclass
-class EvaluationSummary:
-    """summary.json: the drafter's numbers at the top, the other systems' under `compared`, then
-    what else was measured.
+def make_summary(
+    systems: Mapping[str, SystemSummary],
+    limits: Mapping[str, Any],
+    sections: Mapping[str, Any],
+    setting: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the content of summary.json: the drafter's numbers and what limits the speedup at the
+    top, the other systems' under `compared`, then what else was measured by its key, and what the
+    numbers depend on.
     """
-
-    systems: dict[str, SystemSummary]
-    # The drafter on the target's own text, and what limits the speedup: entries of the top level.
-    limits: dict[str, Any]
-    # What else was measured, by the key of summary.json.
-    sections: dict[str, Any]
-    # What the numbers depend on.
-    setting: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of summary.json."""
-        entries = {name: self.systems[name].to_json() for name in order_systems([*self.systems])}
-        content = {
-            **entries.pop(DRAFTER),
-            **self.limits,
-            "compared": entries,
-            **self.sections,
-            "setting": self.setting,
-        }
-        # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup
-        # may be quoted.
-        return {
-            "recommended": choose_fastest(content),
-            "headline": describe_headline(content),
-            **content,
-        }
+    entries = {name: systems[name].to_json() for name in order_systems([*systems])}
+    content = {
+        **entries.pop(DRAFTER),
+        **limits,
+        "compared": entries,
+        **sections,
+        "setting": setting,
+    }
+    # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup may
+    # be quoted.
+    return {
+        "recommended": choose_fastest(content),
+        "headline": describe_headline(content),
+        **content,
+    }
 
 
 def speedup_limits(

@@ -50,7 +50,8 @@ class Decoder:
     ) -> None:
         # The rule is that of autoregressive decoding.
         self.target, self.rule, self.choice = target, rule, choice
-        self.sessions: dict[str, Session] = {}
+        # By the names of the system and its builder; both are "" for autoregressive decoding.
+        self.sessions: dict[tuple[str, str], Session] = {}
         # All systems share one fallback, so that all are compiled and captured alike, or none is.
         self.fallback = make_fallback(target, choice)
 
@@ -118,9 +119,7 @@ class Decoder:
         """Return the number of threads of autoregressive steps and of each system's rounds, with
         the measured times.
         """
-        sessions = {
-            name.split(" ")[0] or "plain": session for name, session in self.sessions.items()
-        }
+        sessions = {name or "plain": session for (name, _), session in self.sessions.items()}
         return {
             name: session.threads.summary()
             for name, session in sessions.items()
@@ -129,18 +128,25 @@ class Decoder:
 
     def session(self, system: System | None) -> Session:
         """Return the session of a system."""
+        key = ("", "") if system is None else (system.name, system.builder.name)
+        if key not in self.sessions:
+            self.sessions[key] = self._open_session(system)
+        return self.sessions[key]
+
+    def _open_session(self, system: System | None) -> Session:
         if system is None:
-            session = Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
-            return self.sessions.setdefault("", session)
-        parts = system.rule, system.drafter, system.builder, system.guard, system.pruning
-        session = Session(
+            return Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
+        return Session(
             self.target,
-            *parts,
+            system.rule,
+            system.drafter,
+            system.builder,
+            system.guard,
+            system.pruning,
             engine=self.choice,
             runner_source=system.runner_source,
             fallback=self.fallback,
         )
-        return self.sessions.setdefault(f"{system.name} {system.builder.name}", session)
 
     @property
     def prefers_capture(self) -> bool:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import UserError
 from spectrain.eval.columns import format_number
-from spectrain.eval.comparison import SAME, ScoredRun, describe_setting
+from spectrain.eval.comparison import ScoredRun, check_same, describe_setting
 from spectrain.eval.recommendations import compare_runs
 
 
@@ -24,31 +23,11 @@ def group_by_target(runs: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
     return groups
 
 
-def check_same_questions(runs: Sequence[ScoredRun]) -> None:
-    """Refuse runs whose targets answered other questions, or under other settings than the type of
-    their weights.
-    """
-    first = runs[0]
-    for other in runs[1:]:
-        for key in SAME:
-            if key != "dtype" and first.compared_setting(key) != other.compared_setting(key):
-                raise UserError(
-                    f"{other.folder}: it was scored with {key} {other.compared_setting(key)}, and "
-                    f"{first.folder} with {first.compared_setting(key)}; score both alike with "
-                    "spectrain eval"
-                )
-        if other.prompts().keys() != first.prompts().keys():
-            raise UserError(
-                f"{other.folder}: its prompts are not those of {first.folder}; score both with "
-                "the same eval.prompts, eval.limit and eval.categories"
-            )
-
-
 def compare_targets(runs: Sequence[ScoredRun], folder: Path) -> dict[str, Any]:
     """Return the content of comparison.json about runs of several targets; paths in it are relative
     to `folder`.
     """
-    check_same_questions(runs)
+    check_same(runs, has_one_target=False)
     groups = group_by_target(runs)
     parts = {target: compare_runs(group, folder) for target, group in groups.items()}
     rows = [

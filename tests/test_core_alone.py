@@ -71,6 +71,7 @@ MISSING = {
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
     "`spectrain eval` with a server": ["eval", "server=vllm", "eval.limit=1"],
     "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
+    "eval.concurrency": ["eval", "drafter=ngram", "target=tiny", "eval.concurrency=[1,4]"],
 }
 SERVE = (
     "server=spectrain",
@@ -81,6 +82,7 @@ SERVE = (
     "`spectrain bench engine`",
     "`spectrain eval` with a server",
     "eval.serve_in",
+    "eval.concurrency",
 )
 
 

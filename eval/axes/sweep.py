@@ -24,17 +24,16 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, PromptLoader
 from spectrain.errors import UserError
 from spectrain.eval import metrics
-from spectrain.eval.axes.load import TimeTable, simulate_policies
 from spectrain.eval.axes.points import Axis, AxisPoint, Batch, find_crossover, measure_point
-from spectrain.eval.axes.schedule import simulate_schedule
 from spectrain.eval.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
-from spectrain.eval.context import ContextFiller, parse_length
+from spectrain.eval.context import parse_length
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System, describe_tree
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
+from spectrain.runs.server_scores import simulate_load
 from spectrain.trees import Chain
 
 CONTEXT_LENGTHS = ("512", "1k", "2k", "4k", "8k")
@@ -86,7 +85,7 @@ class AxisSweep(EvalExtension):
         return {"axis": axis}
 
     def print_results(self, console: Console, summary: dict[str, Any]) -> None:
-        print_axis(console, [("", summary["axis"])])
+        print_axis(console, [summary["axis"]])
         for sentence in describe_axis(summary["axis"]):
             console.print(sentence, markup=False)
 
@@ -133,14 +132,14 @@ def pair_turn(text: Turn, plain: Generation, drafted: Generation) -> Turn:
 
 def write_axis(folder: Path, axis: dict[str, Any]) -> None:
     """Write the table and the plot of an axis."""
-    write_text(folder / "axis.md", axis_markdown([("", axis)]) + "\n")
-    write_text(folder / "axis.svg", str(render_axis([("", axis)], "axis")) + "\n")
+    write_text(folder / "axis.md", axis_markdown([axis]) + "\n")
+    write_text(folder / "axis.svg", str(render_axis([axis], "axis")) + "\n")
 
 
 @dataclass
 class BatchSweep(AxisSweep):
-    """Decodes the texts in batches of several sizes, and simulates a server under load with
-    their times.
+    """Decodes the texts in batches of several sizes. An installed package simulates a server under
+    load with their times.
     """
 
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)
@@ -148,12 +147,11 @@ class BatchSweep(AxisSweep):
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
         timed = self.measure_sizes(results, results.turns[results.systems[0].name])
         yield from (point for point, _ in timed.values())
-        table = make_time_table(timed)
-        self.load = simulate_policies(table, self.bound_ms)
         builder = results.systems[0].builder
         # Engines draft chains, and their schedule is of a drafter that always drafts.
-        if isinstance(builder, Chain) and not builder.decides_length:
-            self.load["schedule"] = simulate_schedule(table, builder.depth, self.bound_ms)
+        is_fixed_chain = isinstance(builder, Chain) and not builder.decides_length
+        num_tokens = builder.depth if is_fixed_chain else None
+        self.load = simulate_load(list_times(timed), self.bound_ms, num_tokens)
 
     def measure_sizes(
         self, results: Results, texts: Sequence[Turn]
@@ -203,22 +201,24 @@ class BatchSweep(AxisSweep):
         return decoded
 
 
-def make_time_table(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> TimeTable:
-    """Return the measured times by size of a batch; prompts and answers are those of the
-    smallest size.
+def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any]:
+    """Return what a simulation of load needs: by size of a batch the seconds of a step and of a
+    drafted round, and the probabilities of a round to emit 1, 2, .. tokens; the seconds of a
+    prompt, and the tokens of answers, both of the smallest size.
     """
     lengths = {}
     for size, (_, batches) in timed.items():
         counts = metrics.count_round_lengths([turn for batch in batches for turn in batch]) or [1]
         lengths[size] = [count / sum(counts) for count in counts]
     smallest = [turn.autoregressive for batch in timed[min(timed)][1] for turn in batch]
-    return TimeTable(
-        {size: point.step_seconds for size, (point, _) in timed.items()},
-        {size: point.round_seconds for size, (point, _) in timed.items()},
-        lengths,
-        float(np.mean([run.seconds["prefill"] / run.batch_size for run in smallest])),
-        [len(run.output) for run in smallest],
-    )
+    prefill = [run.seconds["prefill"] / run.batch_size for run in smallest]
+    return {
+        "step_seconds": {size: point.step_seconds for size, (point, _) in timed.items()},
+        "round_seconds": {size: point.round_seconds for size, (point, _) in timed.items()},
+        "round_lengths": lengths,
+        "prefill_seconds": float(np.mean(prefill)),
+        "answer_tokens": [len(run.output) for run in smallest],
+    }
 
 
 @dataclass
@@ -305,11 +305,3 @@ def group_by_length(turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     for turn in turns:
         groups.setdefault(parse_length(turn.category), []).append(turn)
     return dict(sorted(groups.items()))
-
-
-def limit_lengths(filler: ContextFiller, target: Target, max_new_tokens: int) -> ContextFiller:
-    """Return the filler without the lengths that leave the target no room for an answer."""
-    fitting = tuple(
-        length for length in filler.lengths if length + max_new_tokens <= target.max_length
-    )
-    return replace(filler, lengths=fitting or filler.lengths[:1])

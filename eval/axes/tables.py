@@ -1,7 +1,7 @@
 """Sweeps over an axis as tables, sentences and plots. All are made of the entries `axis` of
 summaries.
 
-Entries stand in pairs with a name, which is "" for a single drafter.
+Entries of a comparison also have the name of their drafter; that of a single drafter has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spectrain.eval.columns import format_interval, format_milliseconds, known_i
 from spectrain.eval.context import format_length
 from spectrain.eval.figures import COLORS, render_svg
 
-NamedAxes = Sequence[tuple[str, dict[str, Any]]]
+Axes = Sequence[dict[str, Any]]
 AXIS_TITLES = (
     "tokens per forward",
     "tokens/s plain",
@@ -51,16 +51,21 @@ def format_axis_value(over: str, value: float) -> str:
     return format_length(int(value)) if over == "context" else f"{value:g}"
 
 
-def axis_cells(named: NamedAxes) -> Iterator[list[str]]:
+def axis_name(axis: dict[str, Any]) -> str:
+    """Return the name of an axis's drafter; "" for a single drafter."""
+    return str(axis.get("name", ""))
+
+
+def axis_cells(axes: Axes) -> Iterator[list[str]]:
     """Return a line of cells for each drafter and value of an axis: the drafter, the value, and
     those of `AXIS_TITLES`.
     """
-    for name, axis in named:
+    for axis in axes:
         for number, point in enumerate(axis["points"]):
             gaps = [point["user_times"][run]["between_tokens_ms"] for run in ("plain", "drafted")]
             rates = point["tokens_per_second"]
             yield [
-                "" if number else name,
+                "" if number else axis_name(axis),
                 format_axis_value(axis["over"], point["value"]),
                 f"{point['acceptance_length']:.2f}",
                 f"{rates['autoregressive']:.1f}",
@@ -91,22 +96,24 @@ def load_cells(load: dict[str, Any]) -> Iterator[list[str]]:
             ]
 
 
-def axis_headers(named: NamedAxes) -> list[str]:
+def axis_headers(axes: Axes) -> list[str]:
     """Return the titles of an axis's table."""
-    return ["drafter", AXIS_LABELS[named[0][1]["over"]], *AXIS_TITLES]
+    return ["drafter", AXIS_LABELS[axes[0]["over"]], *AXIS_TITLES]
 
 
-def print_axis(console: Console, named: NamedAxes) -> None:
+def name_prefix(axis: dict[str, Any]) -> str:
+    """Return what stands before a text about an axis: the name of its drafter, if there is one."""
+    return f"{axis_name(axis)}: " if axis_name(axis) else ""
+
+
+def print_axis(console: Console, axes: Axes) -> None:
     """Print the table of an axis, and those of simulated loads."""
-    print_cells(
-        console, f"by {AXIS_LABELS[named[0][1]['over']]}", axis_headers(named), axis_cells(named)
-    )
-    for name, axis in named:
+    title = f"by {AXIS_LABELS[axes[0]['over']]}"
+    print_cells(console, title, axis_headers(axes), axis_cells(axes))
+    for axis in axes:
         if axis["load"]:
-            title = (
-                f"{name + ': ' if name else ''}simulated load, {axis['load']['requests']} "
-                "requests at each rate"
-            )
+            requests = f"{axis['load']['requests']} requests at each rate"
+            title = f"{name_prefix(axis)}simulated load, {requests}"
             print_cells(console, title, ["policy", *LOAD_TITLES], load_cells(axis["load"]))
 
 
@@ -131,15 +138,12 @@ def print_cells(
     console.print(table)
 
 
-def axis_markdown(named: NamedAxes) -> str:
+def axis_markdown(axes: Axes) -> str:
     """Return the tables of an axis as Markdown, and the sentences about each drafter."""
-    parts = [markdown_table(axis_headers(named), [*axis_cells(named)])]
-    for name, axis in named:
-        parts.append(
-            "\n".join(
-                f"- {name + ': ' if name else ''}{sentence}" for sentence in describe_axis(axis)
-            )
-        )
+    parts = [markdown_table(axis_headers(axes), [*axis_cells(axes)])]
+    for axis in axes:
+        sentences = [f"- {name_prefix(axis)}{sentence}" for sentence in describe_axis(axis)]
+        parts.append("\n".join(sentences))
         if axis["load"]:
             parts.append(markdown_table(["policy", *LOAD_TITLES], [*load_cells(axis["load"])]))
     return "\n\n".join(parts)
@@ -254,19 +258,19 @@ def name_value(over: str, value: float) -> str:
     return "1 prompt" if over == "batch" and value == 1 else f"{text} {AXIS_LABELS[over]}"
 
 
-def render_axis(named: NamedAxes, id: str) -> Markup:
+def render_axis(axes: Axes, id: str) -> Markup:
     """Plot speedup and target efficiency over an axis and, of a simulated load, goodput over the
     rate of arrivals.
     """
-    over = named[0][1]["over"]
-    load = named[0][1]["load"]
+    over = axes[0]["over"]
+    load = axes[0]["load"]
 
     def draw(figure: Any) -> None:
         left, *right = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
-        for number, (name, axis) in enumerate(named):
-            draw_points(left, axis["points"], name, COLORS[number % len(COLORS)])
+        for number, axis in enumerate(axes):
+            draw_points(left, axis["points"], axis_name(axis), COLORS[number % len(COLORS)])
         left.axhline(1, color="0.6", linewidth=0.8)
-        values = sorted({point["value"] for _, axis in named for point in axis["points"]})
+        values = sorted({point["value"] for axis in axes for point in axis["points"]})
         if over != "temperature":
             left.set_xscale("log", base=2)
         left.set_xticks(values, [format_axis_value(over, value) for value in values])
@@ -276,22 +280,22 @@ def render_axis(named: NamedAxes, id: str) -> Markup:
             ylabel="speedup, with 95 % interval; dashed T(1) / T(n)",
             ylim=(0, None),
         )
-        if len(named) > 1:
+        if len(axes) > 1:
             left.legend()
-        for axes in right:
+        for part in right:
             for style, (name, points) in zip(("--", "-", ":"), load["policies"].items()):
-                axes.plot(
+                part.plot(
                     load["rates"],
                     [point["goodput"] for point in points],
                     f"o{style}",
                     label=POLICY_LABELS[name],
                 )
-            axes.set(
+            part.set(
                 xlabel="requests per second",
                 ylabel=f"tokens/s within {load['bound_ms']:g} ms",
                 ylim=(0, None),
             )
-            axes.legend()
+            part.legend()
 
     return render_svg(
         draw, (9 if load else 5, 3.4), f"{id}-{over}", f"Speedup by {AXIS_LABELS[over]}"
@@ -316,31 +320,20 @@ def draw_points(axes: Any, points: Sequence[dict[str, Any]], name: str, color: s
     )
 
 
-def section_axis(axis: dict[str, Any] | None, id: str) -> dict[str, Any] | None:
-    """Return what a page shows of one drafter's axis; None of none."""
-    return None if axis is None else section_axes([("", axis)], id)
-
-
-def section_axes(named: NamedAxes, id: str) -> dict[str, Any]:
+def section_axis(axes: Axes, id: str) -> dict[str, Any]:
     """Return what a page shows of an axis: its plot, its tables as titles and rows of cells, and
     sentences.
     """
-    tables = [("", axis_headers(named), [*axis_cells(named)])]
-    tables += [
-        (name, ["policy", *LOAD_TITLES], [*load_cells(axis["load"])])
-        for name, axis in named
-        if axis["load"]
-    ]
+    tables = [("", axis_headers(axes), [*axis_cells(axes)])]
+    for axis in axes:
+        if axis["load"]:
+            title = ", ".join(filter(None, ["Simulated load", axis_name(axis)]))
+            tables.append((title, ["policy", *LOAD_TITLES], [*load_cells(axis["load"])]))
     return {
-        "title": f"By {AXIS_LABELS[named[0][1]['over']]}",
-        "plot": render_axis(named, id),
-        "tables": [
-            (f"Simulated load{f', {name}' if name else ''}" if number else "", titles, rows)
-            for number, (name, titles, rows) in enumerate(tables)
-        ],
+        "title": f"By {AXIS_LABELS[axes[0]['over']]}",
+        "plot": render_axis(axes, id),
+        "tables": tables,
         "notes": [
-            f"{name}: {sentence}" if name else sentence
-            for name, axis in named
-            for sentence in describe_axis(axis)
+            f"{name_prefix(axis)}{sentence}" for axis in axes for sentence in describe_axis(axis)
         ],
     }

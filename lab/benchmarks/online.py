@@ -102,7 +102,7 @@ def online_row(
         "measured_bytes": measured,
         "planned_over_measured": sum(parts.values()) / measured,
         "parts": parts,
-        "flops_per_token": sum(flops),
+        "flops_per_token": flops.features + flops.step,
     }
 
 

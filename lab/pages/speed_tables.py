@@ -41,7 +41,7 @@ def axes_tables(results: dict[str, Any]) -> str:
     for over, title in AXES.items():
         for target, label in TARGETS.items():
             named = [
-                (name, axes[over])
+                {"name": name, **axes[over]}
                 for name, axes in results["rows"].get(target, {}).items()
                 if over in axes
             ]
@@ -50,11 +50,11 @@ def axes_tables(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def describe_later(named: list[tuple[str, dict[str, Any]]]) -> list[str]:
+def describe_later(named: list[dict[str, Any]]) -> list[str]:
     """Return a list of the sweeps that were measured apart from the others, with their settings;
     empty where there are none.
     """
-    lines = [f"- {name}: {list_facts(axis)}." for name, axis in named if "commit" in axis]
+    lines = [f"- {axis['name']}: {list_facts(axis)}." for axis in named if "commit" in axis]
     is_apart = 0 < len(lines) < len(named)
     return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if is_apart else []
 

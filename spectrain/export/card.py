@@ -337,7 +337,7 @@ def gain_section(
     sentences = [
         sentence
         for advice in list_engine_advice()
-        for sentence in advice.advise_target(target.short_name, engines, rates, {}, str(run))
+        for sentence in advice.advise_target(target.short_name, engines, rates, str(run))
     ]
     return ["## What drafting can gain in engines", "", *sentences, ""] if sentences else []
 

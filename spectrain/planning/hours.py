@@ -25,6 +25,7 @@ from spectrain.training.trainer import Trainer
 from spectrain.training.trial import trial_folder
 
 from .footprint import Models, count_parameters
+from .settings import PlanSettings
 from .workload import Operations, Workload, batch_shape, target_epochs
 
 CALIBRATION_STEPS = 20
@@ -36,34 +37,20 @@ MAX_CALIBRATED = 300e6
 """Parameters of the target up to which a calibration needs no request."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What the hours of a plan are computed from."""
-
-    devices: int
-    tokens_per_second: float | None
-    # True runs steps, False does not, and None runs them if the target is small and on this
-    # machine.
-    calibrate: bool | None
-    flops_per_second: float
-    assumption: str
-    is_here: bool
-
-
 def estimate_hours(
-    spec: RunSpec, rate: Rate, models: Models, work: Workload, operations: Operations
+    spec: RunSpec, options: PlanSettings, models: Models, work: Workload, operations: Operations
 ) -> dict[str, Any]:
     """Return the hours of the run, and what they are based on."""
-    if rate.tokens_per_second is not None:
-        seconds = work.total_padded / (rate.tokens_per_second * rate.devices)
+    if options.tokens_per_second is not None:
+        seconds = work.total_padded / (options.tokens_per_second * options.devices)
         return {
             "value": seconds / 3600,
-            "basis": f"plan.tokens_per_second={rate.tokens_per_second:g} of a device",
+            "basis": f"plan.tokens_per_second={options.tokens_per_second:g} of a device",
         }
-    if should_calibrate(spec, rate, models, work):
+    if should_calibrate(spec, options, models, work):
         times = time_steps(spec)
         epochs = target_epochs(spec, models, work)
-        seconds = work.padded * (times.target * epochs + times.step * work.epochs) / rate.devices
+        seconds = work.padded * (times.target * epochs + times.step * work.epochs) / options.devices
         seconds += times.fit * min(times.fit_tokens, work.tokens)
         basis = f"measured over {CALIBRATION_STEPS} steps on this machine"
         speed = {
@@ -71,31 +58,32 @@ def estimate_hours(
             "seconds_per_token": [times.target, times.step],
         }
         return {"value": seconds / 3600, "basis": basis, **speed}
-    seconds = operations.run / (rate.flops_per_second * rate.devices)
+    seconds = operations.run / (options.flops_per_second * options.devices)
     speed = {"tokens_per_second": work.total_padded / seconds if seconds else None}
+    rate = f"{options.share:.0%} of {options.peak_tflops:g} TFLOP/s"
     return {
         "value": seconds / 3600,
-        "basis": f"assumed: {rate.assumption}, nothing was run",
+        "basis": f"assumed: {rate}, nothing was run",
         **speed,
     }
 
 
-def should_calibrate(spec: RunSpec, rate: Rate, models: Models, work: Workload) -> bool:
+def should_calibrate(spec: RunSpec, options: PlanSettings, models: Models, work: Workload) -> bool:
     """Return whether steps run on this machine: on request, or if the target is small and its
     weights are here.
     """
-    can_run = rate.is_here and work.is_counted
-    if rate.calibrate and not can_run:
+    can_run = options.is_here and work.is_counted
+    if options.calibrate and not can_run:
         raise UserError(
             "plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a "
             "plan.device not here"
         )
     if not models.target.has_layers:
-        if rate.calibrate:
+        if options.calibrate:
             models.target.require_layers("plan.calibrate=true")
         return False
-    if rate.calibrate is not None:
-        return rate.calibrate
+    if options.calibrate is not None:
+        return options.calibrate
     return (
         has_weights_here(spec) and can_run and count_parameters(models)["target"] <= MAX_CALIBRATED
     )

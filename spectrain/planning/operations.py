@@ -1,6 +1,7 @@
 """Operations of a training step and of its frozen forwards, from closed formulas."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spectrain.drafters.step_cost import BatchShape
 from spectrain.models.target import Target
@@ -8,29 +9,31 @@ from spectrain.models.target import Target
 from .footprint import Models, stage_cost
 
 
-def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[float, float]:
-    """Return the operations of a padded token, on average over stages and batches: of its features,
-    and of the rest of a step.
-    """
+@dataclass(frozen=True)
+class TokenFlops:
+    """Operations of a padded token, on average over stages and batches."""
+
+    # Of its features, and of the rest of a step.
+    features: float
+    step: float
+    # Of the results that a drafter keeps for later epochs.
+    cached: float
+
+
+def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> TokenFlops:
+    """Return the operations of a padded token of these batches."""
     sampled = sample_batches(batches)
-    features = steps = 0.0
+    features = step = cached = 0.0
     for number, share in models.stage_shares.items():
         features += share * sum(feature_flops(models, number, batch) for batch in sampled)
-        steps += share * sum(step_flops(models, number, batch) for batch in sampled)
-    tokens = sum(batch.tokens for batch in sampled)
-    return features / tokens, steps / tokens
-
-
-def cached_flops_per_token(models: Models, batches: Sequence[BatchShape]) -> float:
-    """Return the operations of a padded token whose results a drafter keeps for later epochs."""
-    sampled = sample_batches(batches)
-    total = 0.0
-    for number, share in models.stage_shares.items():
-        costs = [stage_cost(models, models.stages[number], batch) for batch in sampled]
-        total += share * sum(
-            forward_flops(models, cost.cached_rows, batch) for cost, batch in zip(costs, sampled)
+        step += share * sum(step_flops(models, number, batch) for batch in sampled)
+        stage = models.stages[number]
+        cached += share * sum(
+            forward_flops(models, stage_cost(models, stage, batch).cached_rows, batch)
+            for batch in sampled
         )
-    return total / sum(batch.tokens for batch in sampled)
+    tokens = sum(batch.tokens for batch in sampled)
+    return TokenFlops(features / tokens, step / tokens, cached / tokens)
 
 
 def sample_batches(batches: Sequence[BatchShape]) -> Sequence[BatchShape]:

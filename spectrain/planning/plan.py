@@ -7,15 +7,12 @@ machine, or from a rate that is assumed and printed as such.
 
 import json
 import math
-import os
 import re
 import shlex
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
@@ -29,7 +26,7 @@ from spectrain.models.bundled import type_name
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.servers.advice import list_engine_advice
-from spectrain.servers.commands import is_decreasing, round_rates
+from spectrain.servers.commands import round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
 from spectrain.training.parallel import check_context
 
@@ -42,9 +39,10 @@ from .footprint import (
     lent_parameters,
     peak_memory,
 )
-from .hours import Rate, estimate_hours
+from .hours import estimate_hours
 from .needs import describe_needs
 from .serving_memory import count_drafter_numbers, plan_serving_memory
+from .settings import PlanSettings
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
 from .workload import Workload, cached_features, count_operations, read_workload, reads_features
@@ -61,93 +59,8 @@ HALVED_SETTINGS = ("ttt_steps", "num_heads", "vocab_size", "num_masks", "num_dra
 """Settings of a drafter whose halves take less memory."""
 
 
-@dataclass
-class Plan:
+class Plan(PlanSettings):
     """Plan a training run for devices that need not be here."""
-
-    # Device to plan for: cpu or cuda; auto is the device that this machine has.
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Number of devices.
-    devices: int = 1
-    # Memory of a device in gigabytes (10^9 bytes); null is that of this machine, or none if the
-    # device is not here.
-    device_gb: float | None = None
-    # Tokens of the data; batches are then full and every token is supervised. Null reads the data
-    # and counts them.
-    tokens: int | None = None
-    # Padded tokens a second that one device trains on, from which hours are computed; null measures
-    # or assumes it.
-    tokens_per_second: float | None = None
-    # Whether to run 20 steps on this machine for the hours; null does so if the target is small and
-    # its weights are here.
-    calibrate: bool | None = None
-    # Peak rate of a device in 10^12 operations a second; the default is an H100's for bfloat16.
-    peak_tflops: float = 989.0
-    # Share of the peak rate that is assumed to be reached, above 0.
-    share: float = 0.4
-    # Share of rounds that accept all draft tokens up to each position, for the printed commands
-    # that simulate acceptance; null assumes that 0.7 of the tokens after accepted ones are
-    # accepted.
-    acceptance_rates: list[float] | None = None
-    # Number of texts that are served at once: what their keys and values take is said beside the
-    # training.
-    users: int = 1
-    # Number of tokens of each of these texts.
-    context: int = 8192
-    # Whether to print JSON instead of a table.
-    json: bool = False
-    # File that the JSON is written to; null writes none.
-    out: str | None = None
-
-    def __post_init__(self) -> None:
-        for key in (
-            "devices",
-            "device_gb",
-            "tokens",
-            "tokens_per_second",
-            "peak_tflops",
-            "share",
-            "users",
-            "context",
-        ):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise UserError(f"plan.{key}={value}: use a number above 0")
-        rates = self.acceptance_rates
-        if rates is not None and not is_decreasing(rates):
-            raise UserError(
-                f"plan.acceptance_rates={rates}: use rates from 0 to 1, none above the one before "
-                "it"
-            )
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device that is planned for."""
-        has_gpu = torch.cuda.is_available() if self.device == "auto" else self.device == "cuda"
-        return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-
-    @property
-    def is_here(self) -> bool:
-        return self.torch_device.type == "cpu" or torch.cuda.is_available()
-
-    @property
-    def rate(self) -> Rate:
-        """What hours are computed from."""
-        assumption = f"{self.share:.0%} of {self.peak_tflops:g} TFLOP/s"
-        flops = self.share * self.peak_tflops * 1e12
-        return Rate(
-            self.devices, self.tokens_per_second, self.calibrate, flops, assumption, self.is_here
-        )
-
-    def limit(self) -> float | None:
-        """Return the bytes of a device, None if they are unknown because it is not here."""
-        if self.device_gb is not None:
-            return self.device_gb * 1e9
-        if not self.is_here:
-            return None
-        if self.torch_device.type == "cuda":
-            return float(torch.cuda.get_device_properties(0).total_memory)
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def run(self, spec: RunSpec) -> dict[str, Any]:
         """Plan, print a table or JSON, and return what was planned."""
@@ -202,9 +115,8 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
             "run": operations.run,
         },
         "serving": plan_serving(options, models),
-        "hours": estimate_hours(spec, options.rate, models, work, operations),
-        "notes": [*list_notes(spec, options, work, models),
-            *advise_engine_gain(spec, options.acceptance_rates)],
+        "hours": estimate_hours(spec, options, models, work, operations),
+        "notes": list_notes(spec, options, work, models),
         "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
@@ -245,7 +157,7 @@ def plan_serving(options: Plan, models: Models) -> dict[str, int]:
 
 
 def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:
-    """Return what the numbers leave out or assume."""
+    """Return what the numbers leave out or assume, and what drafting gains in a measured engine."""
     notes = []
     if work.is_counted and not models.target.template.exists:
         notes.append(
@@ -282,6 +194,8 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> 
             "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it "
             "may store every score"
         )
+    for advice in list_engine_advice():
+        notes += advice.advise_plan(spec, options.acceptance_rates)
     return notes
 
 
@@ -323,31 +237,6 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     return [
         f"the first command that loads {files.gguf_file} writes its weights in "
         f"{type_name(dtype)}, {format_bytes(size)}, to {converted}"
-    ]
-
-
-def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
-    """Return what drafting can gain in the engine of server=, if it was measured on this machine,
-    or else the command that measures it."""
-    if not spec.server or not spec.server.build().capabilities.has_lookup:
-        return []
-    engine = str(spec.server.choice)
-    facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
-    target = TargetFiles.from_settings(spec.target.node).short_name
-    sentences = [
-        sentence
-        for advice in list_engine_advice()
-        for sentence in advice.advise_target(target, [engine], rates, facts, run=None)
-    ]
-    if sentences:
-        return sentences
-    words = [
-        word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)
-    ]
-    command = shlex.join(["spectrain", "bench", "engine", *words])
-    return [
-        f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on "
-        f"this machine: {command}"
     ]
 
 

@@ -19,7 +19,7 @@ from spectrain.training.validation import count_validation_rows, select_prompts
 from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
 
 from .footprint import Models
-from .operations import cached_flops_per_token, drafting_weights, flops_per_token
+from .operations import drafting_weights, flops_per_token
 
 QUICK_BYTES = 256e6
 """Bytes of data up to which its tokens are counted; for more, plan.tokens is required."""
@@ -183,18 +183,20 @@ class Operations:
 
 def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operations:
     """Return the operations of a run, those of its fit and its validations included."""
-    features, step = flops_per_token(models, work.batches)
+    flops = flops_per_token(models, work.batches)
     fitted = fitted_epochs(spec, models, work)
     read = replace(work, epochs=work.epochs + fitted)
     epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, read)
-    trained = work.padded * (features * epochs + step * work.epochs)
-    trained += work.padded * cached_flops_per_token(models, work.batches) * min(1.0, work.epochs)
+    trained = work.padded * (flops.features * epochs + flops.step * work.epochs)
+    trained += work.padded * flops.cached * min(1.0, work.epochs)
     trained += fit_flops(models, work.tokens * fitted)
     each = validation_flops(models, work)
     recorded = recording_flops(models, work)
     during = count_affordable(trained, recorded + each, each) if each else 0
     return Operations(
-        features, step, trained + recorded + count_validations(models, work, during) * each
+        flops.features,
+        flops.step,
+        trained + recorded + count_validations(models, work, during) * each,
     )
 
 

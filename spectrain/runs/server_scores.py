@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,15 @@ class ServerScores:
     # Scores the drafter of a run folder in the engine that eval.serve_in names, and prints the
     # result.
     score_in_engine: Callable[[RunSpec, Path], None]
+    # Compares the scores of a run folder that compare.scores names, which engines made; returns
+    # the content of comparison.json, whose paths are relative to the last folder.
+    compare_engines: Callable[[Path, str | Sequence[str], Path], dict[str, Any]]
+    # Prints the table of such a comparison.
+    print_engines: Callable[[dict[str, Any]], None]
+    # Simulates a server under load: from its measured times, the bound of the time between tokens
+    # in milliseconds, and the draft tokens of a chain (None for other trees), returns the entry
+    # `load` of a sweep over batch sizes.
+    simulate_load: Callable[[Mapping[str, Any], float, int | None], dict[str, Any]]
 
 
 def require_server_scores(setting: str) -> ServerScores:
@@ -48,3 +57,13 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
     """Score the drafter of a run also in the engine that eval.serve_in names, if it names one."""
     if spec.eval.get("serve_in"):
         require_server_scores("eval.serve_in").score_in_engine(spec, run)
+
+
+def simulate_load(
+    times: Mapping[str, Any], bound_ms: float, num_tokens: int | None
+) -> dict[str, Any] | None:
+    """Simulate a server under load, as `ServerScores.simulate_load` says; None where no installed
+    package does.
+    """
+    installed: tuple[ServerScores, ...] = load_entry_points(ENTRY_POINTS)
+    return installed[0].simulate_load(times, bound_ms, num_tokens) if installed else None

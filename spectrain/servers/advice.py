@@ -5,30 +5,30 @@ package says it; its entry point is in `spectrain.engine_advice`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spectrain.config.installed import load_entry_points
+from spectrain.config.spec import RunSpec
 
 
 class EngineAdvice(ABC):
-    """Advice by the times of engines."""
+    """Advice by the times of engines. Acceptance rates are the shares of rounds that accept all
+    draft tokens up to each position; sentences say what they are worth.
+    """
+
+    @abstractmethod
+    def advise_plan(self, spec: RunSpec, rates: Sequence[float] | None) -> list[str]:
+        """Return what drafting can gain in the engine of server= with planned acceptance rates, or
+        the command that measures it; [] without an engine that can be measured.
+        """
 
     @abstractmethod
     def advise_target(
-        self,
-        target: str,
-        engines: Iterable[str],
-        rates: Sequence[float] | None,
-        facts: Mapping[str, Any],
-        run: str | None,
+        self, target: str, engines: Iterable[str], rates: Sequence[float] | None, run: str
     ) -> list[str]:
-        """Return the sentences of the measurements of a target in these engines; [] if there are
-        none.
-
-        With acceptance rates, the share of rounds that accept all draft tokens up to each position,
-        they say what these are worth: those of the run, or planned ones without a run. Facts that
-        are not None, such as the type or the number of threads, must be those of a measurement.
+        """Return the sentences of the measurements of a target in these engines, with the
+        acceptance rates of a run; [] if there are none.
         """
 
     @abstractmethod

@@ -1,20 +1,16 @@
-"""Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a
-queue keeps its formula.
-"""
+"""Axes: a crossover that is known is found, and batch 1 has the numbers of the evaluation."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
-from spectrain.eval.axes import load
+from spectrain.eval.axes import sweep
 from spectrain.eval.axes.grid import describe_grid, grid_cells, grid_titles
-from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
 from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
 from spectrain.eval.axes.tables import axis_markdown, describe_crossover
@@ -138,7 +134,7 @@ def test_batches_that_share_prompts_have_no_interval(
         "crossover": vars(crossover),
     }
     axis |= {"load": None, "left_out": []}
-    table = axis_markdown([("", axis)])
+    table = axis_markdown([axis])
     assert (
         ("| none |" in table)
         == (f"No 95 % interval at {size}: batches share prompts" in table)
@@ -173,43 +169,13 @@ def test_another_device_is_not_predicted_without_rounds() -> None:
     assert predict_device(nothing, nothing, turns, {"bandwidth": 100.0, "tflops": 1.0}) == {}
 
 
-def test_a_queue_of_constant_service_keeps_its_formula() -> None:
-    """M/D/1: the mean wait is rho D / (2 (1 - rho)). Answers of one token need the prompt's
-    forward alone.
-    """
-    service = 0.5
-    load = 0.6
-    table = TimeTable({1: 1.0}, {1: 1.0}, {1: [1.0]}, service, [1])
-    point = simulate_load(table, POLICIES["never"], load / service, num_requests=20_000)
-    wait = load * service / (2 * (1 - load))
-    assert point.seconds_per_token - service == pytest.approx(wait, rel=0.08)
-
-
-def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
-    """Drafting doubles the speed of one text and halves that of eight: it pays when few requests
-    come, and `measured` does at every rate about as well as the better policy."""
-    table = TimeTable({1: 0.01, 8: 0.01}, {1: 0.01, 8: 0.04}, {1: [0.0, 1.0]}, 0.0, [41])
-    assert table.pays(1) and not table.pays(8)
-    result = simulate_policies(table, 15.0, num_requests=60)
-    assert result["stop"]["kind"] == "crosses"
-    never, always, measured = (
-        np.array([point["seconds_per_token"] for point in result["policies"][name]])
-        for name in ("never", "always", "measured")
-    )
-    assert always[0] < never[0] and never[-1] < always[-1]
-    assert (measured <= 1.05 * np.minimum(never, always)).all()
-    assert (
-        result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
-    )
-
-
 def test_sweeps_are_decoded_and_written(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every point has the target's own answers, the first batch has the tokens of the evaluation,
     and a comparison and the report take the sweep from the folder."""
     recorded: list[Results] = []
-    monkeypatch.setattr(load, "LOADS", (0.5, 1.0))
+    monkeypatch.setattr(sweep, "simulate_load", lambda *arguments: None)
     report = BatchSweep.report
     monkeypatch.setattr(
         BatchSweep,
@@ -231,8 +197,7 @@ def test_sweeps_are_decoded_and_written(
     )
     axis = summary["axis"]
     assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
-    assert axis["load"]["schedule"]["ranges"][0][0] == 1
-    assert "Draft tokens by measured times: " in (folder / "axis.md").read_text()
+    assert axis["load"] is None
     assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
     assert all(point["identical"] == point["checked"] for point in axis["points"])
     assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (
@@ -245,7 +210,7 @@ def test_sweeps_are_decoded_and_written(
     axes = collect_axes([ScoredRun.read("one", folder)])
     assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
-    assert (tmp_path / "report.html").read_text().count('class="axis stack"') == 2
+    assert (tmp_path / "report.html").read_text().count('class="axis stack"') == 1
     (point,) = ContextSweep("context", 6, 50.0).measure_points(recorded[0])
     assert point.value == 48 and point.speedup == summary["by_category"]["48"]["speedup"]
     warmer = TemperatureSweep("temperature", 6, 50.0, temperatures=(0.0, 0.7))

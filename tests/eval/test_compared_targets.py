@@ -10,7 +10,7 @@ from spectrain.eval.compare import read_runs
 from spectrain.eval.report import print_comparison
 from spectrain.eval.targets import compare_targets
 
-from .test_engines import write_score
+from .made_scores import write_score
 
 
 def make_runs(folder: Path, **more: Any) -> list[Path]:

@@ -6,7 +6,7 @@ import pytest
 from spectrain.decoding.generation import Generation
 from spectrain.eval.disparity import compare_groups
 from spectrain.eval.intervals import Floats
-from spectrain.eval.metrics import Turn, acceptance_by_turn
+from spectrain.eval.metrics import Turn, group_rounds
 from spectrain.eval.notes import describe_disparity
 from spectrain.eval.prompts import read_prompts
 
@@ -86,7 +86,7 @@ def test_rounds_are_grouped_by_turn() -> None:
         Turn("one", number, "all", make_generation(counts), make_generation(counts))
         for number, counts in enumerate(lengths)
     ]
-    groups = acceptance_by_turn(turns)
+    groups = group_rounds(turns)["by_turn"]
     assert [*groups] == ["turn 1", "turn 2", "turn 3", "turn 4", "turn 5+"]
     assert groups["turn 3"].acceptance_length == pytest.approx(3)
     assert groups["turn 5+"].rounds == 4 and groups["turn 5+"].tokens == 10

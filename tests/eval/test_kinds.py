@@ -20,10 +20,8 @@ from spectrain.eval.columns import KIND_COLUMNS, tracked_values
 from spectrain.eval.kinds import TEXT_POSITIONS, kind_runs, opening_kind, position_range
 from spectrain.eval.metrics import (
     Turn,
-    acceptance_by_kind,
-    acceptance_by_position,
-    acceptance_by_text_position,
     acceptance_interval,
+    group_rounds,
 )
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
@@ -100,12 +98,9 @@ def test_every_template_counts_each_token_once(name: str) -> None:
         for text in (ANSWER, "Hi. " * 300)
     ]
     rounds = [length for turn in turns for length in turn.drafted.complete_round_lengths]
-    groupings = (
-        acceptance_by_kind(turns, template),
-        acceptance_by_position(turns),
-        acceptance_by_text_position(turns),
-    )
-    for groups in groupings:
+    groupings = group_rounds(turns, template)
+    assert list(groupings) == ["by_kind", "by_position", "by_text_position", "by_turn"]
+    for groups in groupings.values():
         assert sum(group.tokens for group in groups.values()) == sum(rounds)
         assert sum(group.rounds for group in groups.values()) == len(rounds)
         for group in groups.values():
@@ -117,9 +112,8 @@ def test_a_drafter_of_content_gives_a_token_per_forward_of_reasoning() -> None:
     that of another.
     """
     template = make_template("qwen3")
-    groups = acceptance_by_kind(
-        [make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})], template
-    )
+    turn = make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})
+    groups = group_rounds([turn], template)["by_kind"]
     assert list(groups) == ["content", "reasoning", "tool_calls"]
     assert groups["reasoning"].acceptance_length == groups["tool_calls"].acceptance_length == 1.0
     assert groups["content"].acceptance_length == 3.0
@@ -168,7 +162,7 @@ def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
         for n, size in enumerate((2, 3))
         for answer in [make_answer(length, size)]
     ]
-    (group,) = acceptance_by_text_position(turns).items()
+    (group,) = group_rounds(turns)["by_text_position"].items()
     assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (
         2.5,
         2,
@@ -176,7 +170,7 @@ def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
     )
     assert group[1].ci95 == acceptance_interval(turns)
     unknown = make_answer(0, 2)
-    assert acceptance_by_text_position([Turn("a", 0, "all", unknown, unknown)]) == {}
+    assert group_rounds([Turn("a", 0, "all", unknown, unknown)])["by_text_position"] == {}
     assert position_range(4095, TEXT_POSITIONS) == "2k-4k"
 
 
@@ -253,12 +247,10 @@ def test_kinds_stand_in_the_table_and_on_the_page(
         make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4})
         for text in (ANSWER, "Hi. " * 300)
     ]
-    groups = {
-        "by_kind": acceptance_by_kind(turns, template),
-        "by_position": acceptance_by_position(turns),
-    }
+    groups = group_rounds(turns, template)
     numbers = {
-        key: {name: asdict(group) for name, group in value.items()} for key, value in groups.items()
+        key: {name: asdict(group) for name, group in groups[key].items()}
+        for key in ("by_kind", "by_position")
     }
     setting = {
         "recipe": "eagle3",

@@ -13,7 +13,7 @@ from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.errors import UserError
 from spectrain.eval.prompts import TurnAnswer, read_prompts
-from spectrain.eval.run import Evaluation
+from spectrain.eval.run import Evaluation, load_calibration_prompts
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from tests.data.chat_templates import make_template
@@ -77,7 +77,7 @@ def test_plain_text_is_continued_without_a_template(base: Target, tmp_path: Path
 
 def test_trees_are_calibrated_without_a_template(base: Target, tmp_path: Path) -> None:
     """The conversations that ship are plain text to a target without a chat template."""
-    prompts = Evaluation(calibration_limit=2).calibration_prompts(base)
+    prompts = load_calibration_prompts(Evaluation(calibration_limit=2), base)
     assert len(prompts) == 2 and all(prompts)
 
 

@@ -9,11 +9,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import ENOUGH, find_disturbed
 from spectrain.eval.prompts import Prompt, take_turns
-from spectrain.eval.settings import DecodingSettings
 from spectrain.eval.time_limit import (
     DECIDED,
     MIN_PROMPTS,
@@ -128,8 +126,3 @@ def test_sequential_evidence_may_be_looked_at_after_every_value() -> None:
 def test_any_first_part_covers_the_categories() -> None:
     prompts = [Prompt(name, name[0], ["?"], []) for name in ("a1", "a2", "a3", "b1", "c1", "c2")]
     assert [prompt.id for prompt in take_turns(prompts)] == ["a1", "b1", "c1", "a2", "c2", "a3"]
-
-
-def test_a_limit_below_zero_is_refused() -> None:
-    with pytest.raises(UserError, match="eval.max_minutes=0"):
-        DecodingSettings(max_minutes=0)

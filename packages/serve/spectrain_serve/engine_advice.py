@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from spectrain.config.spec import RunSpec
 from spectrain.servers.advice import EngineAdvice
 
 
 class MeasuredAdvice(EngineAdvice):
     """Advice by the measurements of `spectrain bench engine`."""
 
-    def advise_target(
-        self,
-        target: str,
-        engines: Iterable[str],
-        rates: Sequence[float] | None,
-        facts: Mapping[str, Any],
-        run: str | None,
-    ) -> list[str]:
-        from .times.row_times import advise_plan, advise_target
+    def advise_plan(self, spec: RunSpec, rates: Sequence[float] | None) -> list[str]:
+        from .times.recommendations import advise_plan
 
-        if run is None:
-            return advise_plan(target, engines, rates, facts)
+        return advise_plan(spec, rates)
+
+    def advise_target(
+        self, target: str, engines: Iterable[str], rates: Sequence[float] | None, run: str
+    ) -> list[str]:
+        from .times.row_times import advise_target
+
         return advise_target(target, rates, run, engines)
 
     def recommend_drafters(self, runs: Sequence[Any]) -> list[dict[str, str]]:

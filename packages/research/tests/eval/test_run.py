@@ -7,6 +7,7 @@ import pytest
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.eval.run import puts_chain_first
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2
@@ -58,4 +59,4 @@ def test_a_guard_cannot_be_captured(shallow: Target, tmp_path: Path) -> None:
 
 def test_a_sweep_over_trees_keeps_the_requested_tree_first(shallow: Target, tmp_path: Path) -> None:
     candidate = Candidate(shallow, Eagle3(shallow, vocab_size=512), Eagle2(3, 6), Greedy(), SETTING)
-    assert not make_evaluation(tmp_path, measured=True, sweep="tree").puts_chain_first(candidate)
+    assert not puts_chain_first(make_evaluation(tmp_path, measured=True, sweep="tree"), candidate)

@@ -15,6 +15,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
+from spectrain.eval.kinds import ROUND_GROUPS
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.pipeline import (
@@ -30,6 +31,7 @@ from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
 
 from .latency import LatencyLimits, measure_latency
+from .load_settings import LoadSettings
 from .notes import ServingTable
 from .own_chain import OwnChain
 from .requests import (
@@ -81,7 +83,7 @@ class Measured:
 
 
 @dataclass
-class ServerEvaluation(PromptedEvaluation):
+class ServerEvaluation(LoadSettings, PromptedEvaluation):
     """Scores a running server with prompts of `eval`."""
 
     def __post_init__(self) -> None:
@@ -178,13 +180,7 @@ class ServerAnswers(AnswerSource):
         """Compute the numbers of one level; what cannot be known is None or empty."""
         source = find_counter_source(drafted)
         numbers = measure_system(turns, True, self.template)
-        by_answer = (
-            "by_kind",
-            "by_position",
-            "by_text_position",
-            "by_turn",
-            "by_category",
-        )
+        by_answer = (*ROUND_GROUPS, "by_category")
         numbers |= {"time_share": {}} | (
             {} if source == "requests" else {**{name: {} for name in by_answer}, "disparity": None}
         )

@@ -1,15 +1,41 @@
-"""What the drafters of a comparison can gain in the engines that `spectrain bench engine` has
-measured on this machine.
+"""What the drafters of a comparison, or a planned one, can gain in the engines that `spectrain
+bench engine` has measured on this machine.
 """
 
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from spectrain.config.spec import RunSpec
 from spectrain.eval.comparison import ScoredRun
 from spectrain.export.card import chain_rates
+from spectrain.export.targets import TargetFiles
 from spectrain.servers.engines import ENGINES
 
 from .row_times import EngineTimes, advise_engine, find_times, predict_speedups
+
+
+def advise_plan(spec: RunSpec, rates: Sequence[float] | None) -> list[str]:
+    """Return what drafting can gain in the engine of server=, if it was measured on this machine,
+    or else the command that measures it."""
+    if not spec.server or not spec.server.build().capabilities.has_lookup:
+        return []
+    engine = str(spec.server.choice)
+    target = TargetFiles.from_settings(spec.target.node).short_name
+    dtype = spec.server.get("dtype")
+    threads = spec.server.get("threads")
+    if measured := find_times(target, engine, dtype=dtype, threads=threads):
+        acceptance = f"plan.acceptance_rates={rates}"
+        return [advise_engine(times, rates, acceptance=acceptance) for times in measured]
+    words = [
+        word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)
+    ]
+    command = shlex.join(["spectrain", "bench", "engine", *words])
+    return [
+        f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on "
+        f"this machine: {command}"
+    ]
 
 
 def advise_engines(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:

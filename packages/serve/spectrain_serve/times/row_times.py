@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -304,20 +304,6 @@ def easiest_length(ratios: dict[int, float], speedup: float) -> tuple[int, float
     }
     reachable = [(rate, num_drafts) for num_drafts, rate in rates.items() if rate is not None]
     return None if not reachable else min(reachable)[::-1]
-
-
-def advise_plan(
-    target: str,
-    engines: Iterable[str],
-    rates: Sequence[float] | None,
-    facts: Mapping[str, Any],
-) -> list[str]:
-    """Return the sentences of the measurements of a target in these engines on this processor,
-    with the acceptance rates of a plan; [] if there are none.
-    """
-    measured = [times for engine in engines for times in find_times(target, engine, **facts)]
-    acceptance = f"plan.acceptance_rates={rates}"
-    return [advise_engine(times, rates, acceptance=acceptance) for times in measured]
 
 
 def advise_target(

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from spectrain.eval.axes.schedule import list_ranges
+from spectrain_serve.times.schedule import list_ranges
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 3, 1, 1, 0], [0, 2, 2, 0]])

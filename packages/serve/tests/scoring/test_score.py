@@ -24,7 +24,6 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.metrics import Turn
 from spectrain.eval.recommendations import compare_runs
-from spectrain.eval.run import Evaluation
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftedRounds
@@ -43,6 +42,7 @@ from spectrain_serve.scoring.own_chain import OwnChain
 from spectrain_serve.scoring.rounds import expand_counters
 from spectrain_serve.scoring.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
 from spectrain_serve.scoring.search import Cause
+from tests.factories import build_evaluation
 from tests.servers.in_process import OwnServer, count_rounds
 from tests.servers.stand_in import ModelStandIn, Rounds
 
@@ -376,7 +376,7 @@ def test_keys_that_do_not_apply_are_refused() -> None:
         refuse_inapplicable({"server": None})
     for settings in ({"concurrency": (1, 2)}, {"slo": {"ttft": "1s"}}):
         with pytest.raises(UserError, match="server=vllm"):
-            Evaluation(**settings)  # type: ignore[arg-type]
+            build_evaluation(**settings)
 
 
 def test_where_drafting_stops_paying() -> None:

@@ -13,8 +13,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.eval.comparison import ScoredRun
 from spectrain.export.card import gain_section, read_scores
 from spectrain.export.targets import TargetFiles
-from spectrain.planning.plan import advise_engine_gain
-from spectrain_serve.times.recommendations import advise_engines
+from spectrain_serve.times.recommendations import advise_engines, advise_plan
 from spectrain_serve.times.row_times import DrafterTimes, RoundTime, Spread, save_times
 
 # Two drafted tokens are accepted in 0.6 and 0.3 of the rounds.
@@ -44,13 +43,13 @@ def make_spec(*words: str) -> RunSpec:
 
 def test_a_plan_has_the_gain_or_the_command_that_measures_it() -> None:
     words = ("target=tiny", "server=llamacpp", "server.threads=1")
-    assert advise_engine_gain(make_spec(), None) == []
-    (hint,) = advise_engine_gain(make_spec(*words), None)
+    assert advise_plan(make_spec(), None) == []
+    (hint,) = advise_plan(make_spec(*words), None)
     assert hint.endswith("spectrain bench engine target=tiny server=llamacpp server.threads=1")
     save_times(replace(TIMES, threads=2))
-    assert advise_engine_gain(make_spec(*words), None) == [hint]
+    assert advise_plan(make_spec(*words), None) == [hint]
     save_times(TIMES)
-    (sentence,) = advise_engine_gain(make_spec(*words), [0.6, 0.3])
+    (sentence,) = advise_plan(make_spec(*words), [0.6, 0.3])
     # 1.9 tokens in 1.6 forwards.
     assert (
         "In llama.cpp 1.0 (float32, 1 thread" in sentence

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from spectrain.cli.export import export_command
-from spectrain.eval.axes.load import TimeTable
-from spectrain.eval.axes.schedule import (
+from spectrain.models.target import Target
+from spectrain_serve.times.load import TimeTable
+from spectrain_serve.times.schedule import (
     cut_lengths,
     estimate_seconds,
     list_ranges,
     make_schedule,
     simulate_schedule,
 )
-from spectrain.models.target import Target
 from tests.export.test_converter import ours
 
 TOKENS = 3

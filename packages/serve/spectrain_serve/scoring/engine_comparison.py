@@ -7,19 +7,25 @@ requests at once, rule and machine; types and threads are each engine's own sett
 states.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from spectrain.errors import UserError
+from spectrain.eval.columns import SYSTEM_COLUMNS
 from spectrain.eval.comparison import ScoredRun, describe_setting, make_row
 from spectrain.eval.intervals import interval
 from spectrain.eval.recommendations import Variant, format_ends, make_advice, refuse_noisy
+from spectrain.eval.report import open_console, print_advice
 from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.engines import ENGINES
@@ -101,10 +107,11 @@ def describe_drafts(score: ScoredRun, label: str) -> str:
     return f"chain of {server.get('draft_tokens') or score.summary['tree']['depth']}"
 
 
-def compare_engines(scores: Sequence[ScoredRun], folder: Path) -> dict[str, Any]:
-    """Return the content of comparison.json about one drafter's scores; paths in it are relative
-    to `folder`.
+def compare_engines(run: Path, names: str | Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the content of comparison.json about the scores of a run that `names` lists, as in
+    `read_scores`; paths in it are relative to `folder`.
     """
+    scores = read_scores(run, names)
     rows = [make_engine_row(score, folder) for score in scores]
     compared = [
         {**score.eval_setting, **row["engine"], "prompts": score.prompts()}
@@ -293,3 +300,61 @@ def is_slower(variant: Variant, best: Variant) -> bool:
     )
     ends = interval(columns, (1, -1, -1, 1))
     return ends is not None and ends[1] < 1
+
+
+# Table
+
+
+def print_engines(comparison: dict[str, Any]) -> None:
+    """Print one line for each engine and its drafts, then which of them to take."""
+    setting = comparison["setting"]
+    console = open_console()
+    table = Table(
+        title=f"{setting['target']}: {setting['max_new_tokens']} tokens per prompt",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for title in ("engine", "drafts", "types, threads"):
+        table.add_column(title, overflow="fold")
+    for title in ENGINE_TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in comparison["rows"]:
+        for cells in engine_cells(row):
+            table.add_row(*cells)
+    console.print(table)
+    for sentence in comparison["caveats"]:
+        console.print(sentence, markup=False)
+    print_advice(console, comparison)
+
+
+ENGINE_TITLES = (
+    "tokens per\nforward",
+    "tokens/s\nplain",
+    "tokens/s\ndrafted",
+    "speedup",
+    "identical",
+)
+
+
+def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
+    """Return one line of cells for each system of an engine's row."""
+    columns = {column.title: column for column in SYSTEM_COLUMNS}
+    engine = row["engine"]
+    types = f"{engine['weights'] or 'unknown'}, drafter {engine['drafter_dtype'] or 'unknown'}, "
+    types += format_threads(engine["threads"])
+    for number, entry in enumerate(row["systems"]):
+        stacked = {
+            name: f"{column.cell(entry)}\n{column.interval_cell(entry)}"
+            for name, column in columns.items()
+        }
+        plain = (entry["tokens_per_second"] or {}).get("autoregressive")
+        yield [
+            *([row["label"], entry["label"], types] if number == 0 else ["", entry["label"], ""]),
+            stacked["tokens per forward"],
+            "" if plain is None else f"{plain:.1f}",
+            columns["tokens/s"].cell(entry),
+            stacked["speedup"],
+            columns["identical"].cell(entry),
+        ]

@@ -9,13 +9,13 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
-from spectrain.eval.axes import load
-from spectrain.eval.axes.load import NUM_REQUESTS, POLICIES, TimeTable, simulate_load
+from . import load
+from .load import NUM_REQUESTS, POLICIES, TimeTable, simulate_load, simulate_policies
 
 
 def make_schedule(table: TimeTable, num_tokens: int) -> list[int]:
@@ -116,3 +116,16 @@ def simulate_schedule(
         "fixed": [asdict(point) for point in fixed],
         "scheduled": [asdict(point) for point in scheduled],
     }
+
+
+def simulate_server(
+    times: Mapping[str, Any], bound_ms: float, num_tokens: int | None
+) -> dict[str, Any]:
+    """Return the entry `load` of a sweep over batch sizes: a server with these times under load
+    and, for a drafter of chains of `num_tokens`, the schedule of its draft tokens.
+    """
+    table = TimeTable(**times)
+    entry = simulate_policies(table, bound_ms)
+    if num_tokens is not None:
+        entry["schedule"] = simulate_schedule(table, num_tokens, bound_ms)
+    return entry
