@@ -7,7 +7,7 @@ own by an entry point in the group spectrain.accelerator. Single operations are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -67,9 +67,25 @@ class Accelerator:
         """
         return ()
 
-    def runs_rows_alone(self, decoder: nn.Module, layers: nn.ModuleList, attend: Any) -> bool:
-        """Return whether these forwards give a row the same bits whatever the other rows and the
-        number of threads are.
+    def runs_texts_alone(self, target: Any) -> bool:
+        """Return whether texts of different lengths run without padding, each with the bits that it
+        has alone.
+        """
+        return False
+
+    def prefill_each(
+        self, target: Any, tokens: Tensor, lengths: Tensor, cache: Any, layers: tuple[Any, ...]
+    ) -> Any | None:
+        """Compute `Target.prefill` of several prompts with the bits that each has alone; None where
+        the target's own is to run.
+        """
+        return None
+
+    def write_answers(
+        self, writer: Any, shards: Iterable[Any], on_outcome: Callable[[Any, Any], None]
+    ) -> bool:
+        """Do what `EngineWriter.write_answers` does for a writer of regenerated answers; return
+        whether this was done.
         """
         return False
 

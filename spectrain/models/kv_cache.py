@@ -445,17 +445,6 @@ class TreeCache(Cache):
             self.lengths += committed
             self.longest += committed
 
-    def fill_slots(self, keys_values: Tensor) -> None:
-        """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one
-        row.
-        """
-        _, _, length, num_heads, size = keys_values.shape
-        self.lend_storage(length, num_heads, size, keys_values.dtype)[:, :, 0, :length] = (
-            keys_values
-        )
-        self.add_uncommitted(length)
-        self.commit(None, torch.full_like(self.lengths, length))
-
     def crop(self, lengths: Tensor) -> None:
         """Cut every row to `lengths` [B] committed tokens, which is at most its length, and
         discard the appended nodes.

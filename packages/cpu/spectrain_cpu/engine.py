@@ -1,8 +1,10 @@
-"""What this package computes in place of a target's layers and an EAGLE drafter's layer."""
+"""What this package computes in place of a target's layers, of an EAGLE drafter's layer, and of
+the batches of a writer of answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -47,10 +49,24 @@ class CpuEngine(Accelerator):
 
         return fuse_forwards(decoder, layers, attend, tokens, arguments)
 
-    def runs_rows_alone(self, decoder: nn.Module, layers: nn.ModuleList, attend: Any) -> bool:
-        from .forwards import runs_rows_alone
+    def runs_texts_alone(self, target: Any) -> bool:
+        from .prompts import runs_texts_alone
 
-        return runs_rows_alone(decoder, layers, attend)
+        return runs_texts_alone(target)
+
+    def prefill_each(
+        self, target: Any, tokens: Tensor, lengths: Tensor, cache: Any, layers: tuple[Any, ...]
+    ) -> Any | None:
+        from .prompts import prefill_each
+
+        return prefill_each(target, tokens, lengths, cache, layers)
+
+    def write_answers(
+        self, writer: Any, shards: Iterable[Any], on_outcome: Callable[[Any, Any], None]
+    ) -> bool:
+        from .continuous_answers import write_continuously
+
+        return write_continuously(writer, shards, on_outcome)
 
     def drafter_steps(self, drafter: Any) -> DrafterSteps | None:
         from .eagle_steps import find_steps
