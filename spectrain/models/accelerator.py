@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spectrain.config.installed import load_entry_points
 
 from .forward_override import Forward
+from .threads import ThreadTuner
 
 
 class DrafterSteps(Protocol):
@@ -88,6 +89,12 @@ class Accelerator:
         whether this was done.
         """
         return False
+
+    def make_tuner(self, device: torch.device, trial_steps: int) -> ThreadTuner | None:
+        """Make what chooses the number of threads of one kind of step, each number by the times of
+        so many steps; None where torch's own number stays.
+        """
+        return None
 
     def drafter_steps(self, drafter: Any) -> DrafterSteps | None:
         """Return the steps of an EAGLE drafter as it is now; None where its own modules run."""

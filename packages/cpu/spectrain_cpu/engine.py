@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spectrain.models.accelerator import Accelerator, DrafterSteps
 from spectrain.models.forward_override import Forward
+from spectrain.models.threads import ThreadTuner
 
 from .available import are_kernels_loaded, has_cpu_kernels
 from .operations import AFTER_COPYING, AFTER_LAYERS, PREPARED
@@ -67,6 +68,11 @@ class CpuEngine(Accelerator):
         from .continuous_answers import write_continuously
 
         return write_continuously(writer, shards, on_outcome)
+
+    def make_tuner(self, device: torch.device, trial_steps: int) -> ThreadTuner | None:
+        from .thread_tuner import make_tuner
+
+        return make_tuner(device, trial_steps)
 
     def drafter_steps(self, drafter: Any) -> DrafterSteps | None:
         from .eagle_steps import find_steps
