@@ -1,4 +1,5 @@
-"""What an installed package computes in place of a target's or a drafter's modules, for speed.
+"""What an installed package does in place of the core, for speed: it computes what a target's or a
+drafter's modules compute, and chooses numbers of threads.
 
 The core asks an `Accelerator` for it, whose defaults leave the work to torch. A package brings its
 own by an entry point in the group spectrain.accelerator. Single operations are asked for in
@@ -40,7 +41,7 @@ class DrafterSteps(Protocol):
 
 
 class Accelerator:
-    """Computes for modules what they compute, where a package can do it faster."""
+    """Computes what the core computes, where a package can do it faster."""
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
         """Load or compile what serves models of this type, so that no step that is timed does."""
