@@ -271,12 +271,6 @@ class Target(ModelParts):
                 raise
         return texts
 
-    def capture_blocker(self) -> str | None:
-        """Return why rounds over this target cannot be captured as CUDA graphs, or None where
-        they can.
-        """
-        return self.architecture.capture_blocker(self)
-
     def check_layers(self, layers: Sequence[Layer]) -> None:
         """Raise UserError for a layer that this target does not have."""
         num_layers = self.num_layers
@@ -287,10 +281,6 @@ class Target(ModelParts):
                     f"{num_layers}"
                 )
 
-    def check_single_stream(self) -> None:
-        """Raise UserError where a layer reads more than one state per token."""
-        self.architecture.check_single_stream(self.name)
-
     def capture_layers(
         self, layers: tuple[Layer, ...]
     ) -> AbstractContextManager[dict[Layer, Tensor]]:
@@ -299,5 +289,5 @@ class Target(ModelParts):
         """
         self.check_layers(layers)
         if {*layers} - {"final"}:
-            self.check_single_stream()
+            self.architecture.check_single_stream(self.name)
         return capture_stream(self.layers, layers)
