@@ -8,18 +8,15 @@ parts of a row find their own log-sum-exp and most likely tokens, then a program
 node merges them. Of equal logits the token with the lowest id comes first.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dispatch import jit, runs_on
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no triton for this platform
-    triton = None
+from .dispatch import jit, runs_on, tl, triton
+from .sampling_cuts import float_order
 
 BLOCK = 2048
 """Tokens of a part: 8 bytes of a key for each fit the registers of eight warps."""
@@ -71,18 +68,15 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
     inside = token < vocabulary
     x = tl.load(logits_ptr + row * vocabulary + token, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
-    x = tl.where(x == 0, 0.0, x)  # -0 and 0 are equal
     largest = tl.max(x, 0)
     # Where all of a part is -inf, its mass is 0, not NaN.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     slot = row * tl.num_programs(1) + part
     tl.store(maxima_ptr + slot, largest)
     tl.store(masses_ptr + slot, tl.sum(tl.exp(x - shift), 0))
-    # A key orders by logit, then by lowest token: the logit's bits as an integer that ascends with
-    # it, above the token counted down.
-    bits = x.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    # A key orders by logit, then by lowest token: an integer that ascends with the logit, above the
+    # token counted down.
+    key = (float_order(x, 0).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     nothing = -0x7FFFFFFFFFFFFFFF
     key = tl.where(inside, key, nothing)
     for child in tl.static_range(WIDTH):

@@ -15,13 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dispatch import jit
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on Linux: only the torch functions exist
-    triton = None
+from .dispatch import jit, tl
 
 WEYL = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9

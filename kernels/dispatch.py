@@ -13,8 +13,21 @@ import torch
 
 try:
     import triton
+    import triton.language as tl
 except ImportError:  # not on Linux: only the references exist
     triton = None
+    tl = None
+
+__all__ = [
+    "FindKernel",
+    "cpu_kernel_sources",
+    "jit",
+    "kernels_enabled",
+    "run_on_cpu",
+    "runs_on",
+    "tl",
+    "triton",
+]
 
 
 def jit(function: Callable[..., Any]) -> Any:

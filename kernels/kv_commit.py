@@ -8,18 +8,14 @@ CPU. In the kernel a program owns some columns of one row's keys, values or feat
 so no other program writes what it reads.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dispatch import runs_on
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no triton for this platform
-    triton = None
+from .dispatch import jit, runs_on, tl, triton
 
 
 def kv_commit_reference(
@@ -58,110 +54,107 @@ NODES_PER_STEP = 8
 COLUMNS_PER_PROGRAM = 512
 
 
-if triton is not None:
+@jit
+def _move_rows(  # type: ignore[no-untyped-def]
+    source_ptr,
+    target_ptr,
+    path_ptr,
+    num_moved,
+    source_stride,
+    target_stride,
+    columns,
+    WIDTH: tl.constexpr,
+    NODES: tl.constexpr,
+    INPLACE: tl.constexpr,
+):
+    """Set target[i] = source[path[i]] for i < num_moved, in some columns of rows of WIDTH.
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _move_rows(  # type: ignore[no-untyped-def]
-        source_ptr,
-        target_ptr,
-        path_ptr,
-        num_moved,
-        source_stride,
-        target_stride,
-        columns,
-        WIDTH: tl.constexpr,
-        NODES: tl.constexpr,
-        INPLACE: tl.constexpr,
-    ):
-        """Set target[i] = source[path[i]] for i < num_moved, in some columns of rows of WIDTH.
+    In place, NODES rows are read before any of them is written; later rows are read from later
+    slots.
+    """
+    for start in range(0, num_moved, NODES):
+        step = start + tl.arange(0, NODES)
+        moved = step < num_moved
+        node = tl.load(path_ptr + step, mask=moved, other=0)
+        if INPLACE:
+            moved = moved & (node != step)
+        moved = moved[:, None] & (columns < WIDTH)[None, :]
+        rows = tl.load(source_ptr + node[:, None] * source_stride + columns[None, :], mask=moved)
+        if INPLACE:
+            tl.debug_barrier()  # all threads have read their part
+        tl.store(
+            target_ptr + step[:, None].to(tl.int64) * target_stride + columns[None, :],
+            rows,
+            mask=moved,
+        )
 
-        In place, NODES rows are read before any of them is written; later rows are read from later
-        slots.
-        """
-        for start in range(0, num_moved, NODES):
-            step = start + tl.arange(0, NODES)
-            moved = step < num_moved
-            node = tl.load(path_ptr + step, mask=moved, other=0)
-            if INPLACE:
-                moved = moved & (node != step)
-            moved = moved[:, None] & (columns < WIDTH)[None, :]
-            rows = tl.load(
-                source_ptr + node[:, None] * source_stride + columns[None, :], mask=moved
-            )
-            if INPLACE:
-                tl.debug_barrier()  # all threads have read their part
-            tl.store(
-                target_ptr + step[:, None].to(tl.int64) * target_stride + columns[None, :],
-                rows,
-                mask=moved,
-            )
 
-    @triton.jit(do_not_specialize=["num_halves", "num_steps"])  # type: ignore[untyped-decorator]
-    def _commit_kernel(  # type: ignore[no-untyped-def]
-        storage_ptr,
-        lengths_ptr,
-        path_ptr,
-        counts_ptr,
-        hidden_ptr,
-        fresh_ptr,
-        layer_stride,
-        half_stride,
-        row_stride,
-        slot_stride,
-        hidden_stride_b,
-        hidden_stride_n,
-        fresh_stride_b,
-        fresh_stride_p,
-        num_halves,
-        num_steps,
-        WIDTH: tl.constexpr,
-        FEATURES: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        NODES: tl.constexpr,
-    ):
-        """Move some columns of the keys or values (a half) of one layer and row; programs past the
-        halves move features.
+@jit
+def _commit_kernel(  # type: ignore[no-untyped-def]
+    storage_ptr,
+    lengths_ptr,
+    path_ptr,
+    counts_ptr,
+    hidden_ptr,
+    fresh_ptr,
+    layer_stride,
+    half_stride,
+    row_stride,
+    slot_stride,
+    hidden_stride_b,
+    hidden_stride_n,
+    fresh_stride_b,
+    fresh_stride_p,
+    num_halves,
+    num_steps,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Move some columns of the keys or values (a half) of one layer and row; programs past the
+    halves move features.
 
-        Grid [halves * blocks of WIDTH columns + blocks of FEATURES columns, B].
-        """
-        blocks: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-        part = tl.program_id(0)
-        batch = tl.program_id(1).to(tl.int64)
-        path_ptr += batch * num_steps
-        half = (part // blocks).to(tl.int64)
-        if half < num_halves:
-            columns = part % blocks * COLUMNS + tl.arange(0, COLUMNS)
-            storage_ptr += half // 2 * layer_stride + half % 2 * half_stride + batch * row_stride
-            storage_ptr += tl.load(lengths_ptr + batch) * slot_stride
-            count = tl.load(counts_ptr + batch).to(tl.int32)
-            _move_rows(
-                storage_ptr,
-                storage_ptr,
-                path_ptr,
-                count,
-                slot_stride,
-                slot_stride,
-                columns,
-                WIDTH,
-                NODES,
-                True,
-            )
-        elif hidden_ptr is not None:
-            columns = (part - num_halves * blocks) * COLUMNS + tl.arange(0, COLUMNS)
-            hidden_ptr += batch * hidden_stride_b
-            fresh_ptr += batch * fresh_stride_b
-            _move_rows(
-                hidden_ptr,
-                fresh_ptr,
-                path_ptr,
-                num_steps,
-                hidden_stride_n,
-                fresh_stride_p,
-                columns,
-                FEATURES,
-                NODES,
-                False,
-            )
+    Grid [halves * blocks of WIDTH columns + blocks of FEATURES columns, B].
+    """
+    blocks: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    part = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    path_ptr += batch * num_steps
+    half = (part // blocks).to(tl.int64)
+    if half < num_halves:
+        columns = part % blocks * COLUMNS + tl.arange(0, COLUMNS)
+        storage_ptr += half // 2 * layer_stride + half % 2 * half_stride + batch * row_stride
+        storage_ptr += tl.load(lengths_ptr + batch) * slot_stride
+        count = tl.load(counts_ptr + batch).to(tl.int32)
+        _move_rows(
+            storage_ptr,
+            storage_ptr,
+            path_ptr,
+            count,
+            slot_stride,
+            slot_stride,
+            columns,
+            WIDTH,
+            NODES,
+            True,
+        )
+    elif hidden_ptr is not None:
+        columns = (part - num_halves * blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        hidden_ptr += batch * hidden_stride_b
+        fresh_ptr += batch * fresh_stride_b
+        _move_rows(
+            hidden_ptr,
+            fresh_ptr,
+            path_ptr,
+            num_steps,
+            hidden_stride_n,
+            fresh_stride_p,
+            columns,
+            FEATURES,
+            NODES,
+            False,
+        )
 
 
 @torch.library.custom_op("spectrain::kv_commit", mutates_args={"storage", "lengths", "fresh"})

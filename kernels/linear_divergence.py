@@ -118,13 +118,6 @@ class HeadTarget:
         )
 
 
-class TopK(NamedTuple):
-    """A target stored as its top-k tokens; the others count as p = 0."""
-
-    ids: Tensor  # [R, K] int64, distinct in a row
-    p: Tensor  # [R, K]
-
-
 class DivergenceResult(NamedTuple):
     """The loss and both models' most likely entries."""
 
@@ -133,12 +126,13 @@ class DivergenceResult(NamedTuple):
     labels: Tensor  # [R] the target's most likely of the same entries, or the token
 
 
-TargetChunk = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The target's distribution for a chunk: log p [r, V], or ids and p of a few tokens [r, K]."""
-Labels = Tensor | TopK | Callable[[slice], Tensor]
-"""The target's distribution: tokens [R], its top-k tokens, or a function from a slice of rows to
-log p [r, V], such as a `HeadTarget`. Where that object also has a method `target_logits`, the
-kernel reads its unnormalised products."""
+TargetChunk = tuple[Tensor | None, Tensor | None]
+"""The target's distribution for a chunk: log p [r, V], or tokens [r]."""
+Labels = Tensor | Callable[[slice], Tensor]
+"""The target's distribution: tokens [R], or a function from a slice of rows to log p [r, V], such
+as a `HeadTarget`. Where that object also has a method `target_logits`, the kernel reads its
+unnormalised products.
+"""
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
@@ -326,10 +320,7 @@ def linear_divergence(
     of weight 0 add nothing to the loss or to a gradient.
     """
     if divergence is not None and not callable(labels):
-        raise ValueError(
-            "a divergence needs the full log p: labels=tokens and labels=TopK are for "
-            "divergence=None"
-        )
+        raise ValueError("a divergence needs the full log p: labels=tokens is for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
     job = _DivergenceTask(
         head,
@@ -368,25 +359,12 @@ class _DivergenceTask:
         if isinstance(target, TargetLogits) and not can_run_kernel(product):
             on_cpu = run_on_cpu("loss", product, self.head.softcap)
             return on_cpu.compare(product, target, weight, self.head.scale, with_grad)
+        settings = self.head.scale, self.head.softcap, with_grad
         if isinstance(target, TargetLogits):
-            target_products = target.products
-            target_settings = target[1:]
-            return row_kl(
-                product,
-                target_products,
-                None,
-                None,
-                weight,
-                self.head.scale,
-                self.head.softcap,
-                with_grad,
-                *target_settings,
-            )
-        parts: list[Tensor | None] = [product, weight, *target, *(x[rows] for x in self.per_row)]
+            return row_kl(product, target.products, None, weight, *settings, *target[1:])
         if self.divergence is None and can_run_kernel(product):
-            return row_kl(
-                product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad
-            )
+            return row_kl(product, *target, weight, *settings)
+        parts: list[Tensor | None] = [product, weight, *target, *(x[rows] for x in self.per_row)]
         size = _block_rows(product)
         blocks: list[list[Any]] = [
             [x if x is None else x[start : start + size] for x in parts]
@@ -396,23 +374,17 @@ class _DivergenceTask:
         return tuple(torch.cat(column) for column in zip(*results))
 
     def read_target(self, rows: slice, hidden: Tensor) -> TargetChunk | TargetLogits:
-        """Return log p [r, V], or ids and p of a few tokens [r, K], or the unnormalised logits
-        that the kernel reads.
-        """
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        """Return log p [r, V], or tokens [r], or the unnormalised logits that the kernel reads."""
         if isinstance(self.labels, Tensor):
-            ids = self.labels[rows, None]
-            return None, ids, torch.ones_like(ids, dtype=dtype)
-        if isinstance(self.labels, TopK):
-            return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
+            return None, self.labels[rows]
         if self.divergence is None and hasattr(self.labels, "target_logits"):
             by_cpu_kernel = run_on_cpu("loss", hidden, self.head.softcap) is not None
             if can_run_kernel(hidden) or by_cpu_kernel:
                 logits: TargetLogits = self.labels.target_logits(rows)
                 if not by_cpu_kernel or run_on_cpu("loss", logits.products, logits.softcap):
                     return logits
-                return logits.log_p(), None, None
-        return self.labels(rows), None, None
+                return logits.log_p(), None
+        return self.labels(rows), None
 
     def _compare_block(
         self,
@@ -420,13 +392,12 @@ class _DivergenceTask:
         product: Tensor,
         weight: Tensor,
         log_p: Tensor | None,
-        ids: Tensor | None,
-        p: Tensor | None,
+        tokens: Tensor | None,
         *others: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scale, softcap, divergence = self.head.scale, self.head.softcap, self.divergence
         if divergence is None:
-            return row_kl_reference(product, log_p, ids, p, weight, scale, softcap, with_grad)
+            return row_kl_reference(product, log_p, tokens, weight, scale, softcap, with_grad)
         assert log_p is not None
         losses, best = _differentiate_rows(
             product,

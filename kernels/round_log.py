@@ -6,18 +6,14 @@ them that cannot be emitted. The reference in torch comes first; it is also the 
 kernel is one launch with a program per text.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dispatch import jit, runs_on
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no triton for this platform
-    triton = None
+from .dispatch import jit, runs_on, tl, triton
 
 
 def tree_stats(depths: Tensor, valid: Tensor, emitted: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Row kernels of a loss on logits: KL(p || q) with its gradient, and the argmax with the
 log-sum-exp, one launch each.
 
-Shapes: r rows, V vocabulary, K stored tokens of a target. The kernels read products of states and
+Shapes: r rows, V vocabulary. The kernels read products of states and
 an output layer, which are scaled and capped on the way. The reference in torch comes first; it is
 also the path without a GPU.
 """
@@ -13,16 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import kernels_enabled
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no triton for this platform
-    triton = None
+from .dispatch import jit, kernels_enabled, tl
 
 
 def scale_and_cap(product: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(scale * product / softcap), in float32 or in float64."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     logits = logits if scale == 1 else logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
@@ -67,8 +62,7 @@ class TargetLogits(NamedTuple):
 def row_kl_reference(
     product: Tensor,
     log_p: Tensor | None,
-    ids: Tensor | None,
-    p: Tensor | None,
+    tokens: Tensor | None,
     row_weight: Tensor,
     scale: float,
     softcap: float | None,
@@ -80,8 +74,8 @@ def row_kl_reference(
     """Return KL(p || q) of every row times its weight, and the drafter's and the target's most
     likely entries, each [r].
 
-    q is the softmax of the products [r, V] of states and weight, scaled and capped. p is log_p [r,
-    V], or that of a few tokens, ids and p [r, K]. With `target_scale`, `log_p` holds the target's
+    q is the softmax of the products [r, V] of states and weight, scaled and capped. p is that of
+    log_p [r, V], or has all mass on tokens [r]. With `target_scale`, `log_p` holds the target's
     products instead, as in `TargetLogits`. With `with_grad` the gradient with respect to the
     logits, (sum p) q - p, overwrites the products.
     """
@@ -100,17 +94,18 @@ def row_kl_reference(
         # p log p is 0 where p is 0. Autograd would add six passes.
         losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
-        assert ids is not None and p is not None
-        labels = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
-        losses = (torch.xlogy(p, p) - p * log_q.gather(-1, ids)).sum(-1)
+        assert tokens is not None
+        labels = tokens
+        losses = -log_q.gather(-1, tokens[:, None])[:, 0]
     counts = row_weight != 0
     if with_grad:
         weight = row_weight[:, None]
-        grad = log_q.exp_().mul_(p.sum(-1, keepdim=True) * weight)
-        if ids is None:
+        if log_p is not None:
+            grad = log_q.exp_().mul_(p.sum(-1, keepdim=True) * weight)
             grad.addcmul_(p.to(grad.dtype), weight.to(grad.dtype), value=-1)
         else:
-            grad.scatter_add_(-1, ids, -(p * weight))
+            grad = log_q.exp_().mul_(weight)
+            grad.scatter_add_(-1, labels[:, None], -weight)
         if scale != 1:
             grad *= scale
         if softcap is not None:
@@ -119,106 +114,160 @@ def row_kl_reference(
     return torch.where(counts, losses * row_weight, 0.0), best, labels
 
 
-if triton is not None:
+@jit
+def _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the logits of products and their slope; tanh(x) is 2 sigmoid(2 x) - 1."""
+    z = product.to(tl.float32) * scale
+    slope = scale
+    if SOFTCAPPED:
+        tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
+        z = softcap * tanh
+        slope = scale * (1 - tanh * tanh)
+    return z, slope
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return the logits of products and their slope; tanh(x) is 2 sigmoid(2 x) - 1."""
-        z = product.to(tl.float32) * scale
-        slope = scale
-        if SOFTCAPPED:
-            tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
-            z = softcap * tanh
-            slope = scale * (1 - tanh * tanh)
-        return z, slope
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _row_kl_kernel(  # type: ignore[no-untyped-def]
-        product_ptr,
-        log_p_ptr,
-        ids_ptr,
-        p_ptr,
-        row_weight_ptr,
-        loss_ptr,
-        best_ptr,
-        labels_ptr,
-        product_stride,
-        log_p_stride,
-        scale,
-        softcap,
-        target_scale,
-        target_softcap,
-        target_log_z_ptr,
-        # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
-        VOCAB: tl.constexpr,
-        SPARSE: tl.constexpr,  # 0 where p is dense
-        BLOCK: tl.constexpr,
-        BLOCK_SPARSE: tl.constexpr,
-        SOFTCAPPED: tl.constexpr,
-        TARGET_SOFTCAPPED: tl.constexpr,
-        HAS_PRODUCTS: tl.constexpr,  # log_p_ptr holds the target's unnormalised products
-        WITH_GRAD: tl.constexpr,
-    ):
-        """Compute loss, argmaxes and gradient of one row: sweep its blocks for log-sum-exp and
-        loss, then for the gradient.
+@jit
+def _fold_block(  # type: ignore[no-untyped-def]
+    product_ptr,
+    start,
+    scale,
+    softcap,
+    top,
+    total,
+    best,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+):
+    """Fold a block of products into the running maximum of their logits, the sum of exp(z - top)
+    and the argmax; return its logits too.
+    """
+    columns = start + tl.arange(0, BLOCK)
+    is_entry = columns < VOCAB
+    product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
+    z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
+    z = tl.where(is_entry, z, float("-inf"))
+    block_top = tl.max(z, 0)
+    best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
+    new_top = tl.maximum(top, block_top)
+    total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
+    return new_top, total, best, z
 
-        For unnormalised target logits zt, running sums of exp(zt - top) and exp(zt - top) (zt - z)
-        are rescaled whenever their running maximum `top_log_p` rises, as in an online softmax. Grid
-        [r].
-        """
-        # Locate the row.
-        row = tl.program_id(0).to(tl.int64)
-        product_ptr += row * product_stride
-        if not SPARSE:
-            log_p_ptr += row * log_p_stride
-        row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
-        mass = 0.0  # sum p
-        divergence = 0.0  # sum p (log p - z)
-        labels = 0
-        # 1. Sparse targets: p has a few tokens, so their terms and the label need no sweep.
-        if SPARSE:
-            sparse_index = tl.arange(0, BLOCK_SPARSE)
-            is_sparse = sparse_index < SPARSE
-            ids = tl.load(ids_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0)
-            sparse_p = tl.load(p_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0.0).to(
-                tl.float32
+
+@jit
+def _row_kl_kernel(  # type: ignore[no-untyped-def]
+    product_ptr,
+    log_p_ptr,
+    tokens_ptr,
+    row_weight_ptr,
+    loss_ptr,
+    best_ptr,
+    labels_ptr,
+    product_stride,
+    log_p_stride,
+    scale,
+    softcap,
+    target_scale,
+    target_softcap,
+    target_log_z_ptr,
+    # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
+    VOCAB: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,  # p has all mass on a token
+    BLOCK: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    TARGET_SOFTCAPPED: tl.constexpr,
+    HAS_PRODUCTS: tl.constexpr,  # log_p_ptr holds the target's unnormalised products
+    WITH_GRAD: tl.constexpr,
+):
+    """Compute loss, argmaxes and gradient of one row: sweep its blocks for log-sum-exp and
+    loss, then for the gradient.
+
+    For unnormalised target logits zt, running sums of exp(zt - top) and exp(zt - top) (zt - z)
+    are rescaled whenever their running maximum `top_log_p` rises, as in an online softmax. Grid
+    [r].
+    """
+    # Locate the row.
+    row = tl.program_id(0).to(tl.int64)
+    product_ptr += row * product_stride
+    if not HAS_TOKENS:
+        log_p_ptr += row * log_p_stride
+    row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
+    mass = 0.0  # sum p
+    divergence = 0.0  # sum p (log p - z)
+    labels = 0
+    # 1. Tokens: their terms and the label need no sweep.
+    if HAS_TOKENS:
+        labels = tl.load(tokens_ptr + row)
+        product = tl.load(product_ptr + labels)
+        token_z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
+        mass = 1.0
+        divergence = -token_z
+    # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,
+    #    with sum p (log p - z).
+    # A running maximum begins at a finite floor: where a whole first block is masked, the
+    # difference of two infinities would not be a number.
+    top = -1e30
+    top_log_p = -1e30
+    total = 0.0  # sum exp(z - top)
+    best = 0
+    for start in range(0, VOCAB, BLOCK):
+        # 2a. The drafter's block.
+        top, total, best, z = _fold_block(
+            product_ptr, start, scale, softcap, top, total, best, VOCAB, BLOCK, SOFTCAPPED
+        )
+        # 2b. The target's block; products are rescaled to their running maximum.
+        if not HAS_TOKENS:
+            columns = start + tl.arange(0, BLOCK)
+            is_entry = columns < VOCAB
+            log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+            if HAS_PRODUCTS:
+                log_p, _ = _scale_and_cap_in_kernel(
+                    log_p, target_scale, target_softcap, TARGET_SOFTCAPPED
+                )
+                log_p = tl.where(is_entry, log_p, float("-inf"))
+            is_possible = log_p > float("-inf")
+            block_top_log_p = tl.max(log_p, 0)
+            labels = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), labels)
+            new_top_log_p = tl.maximum(top_log_p, block_top_log_p)
+            if HAS_PRODUCTS:
+                rescale = tl.exp(top_log_p - new_top_log_p)
+                mass = mass * rescale
+                divergence = divergence * rescale
+                p = tl.exp(log_p - new_top_log_p)
+            else:
+                p = tl.exp(log_p)
+            mass += tl.sum(p, 0)
+            divergence += tl.sum(
+                p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0
             )
-            sparse_z, sparse_slope = _scale_and_cap_in_kernel(
-                tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED
-            )
-            mass = tl.sum(sparse_p, 0)
-            divergence = tl.sum(
-                tl.where(
-                    sparse_p > 0,
-                    sparse_p * (tl.log(tl.where(sparse_p > 0, sparse_p, 1.0)) - sparse_z),
-                    0.0,
-                ),
-                0,
-            )
-            most_likely = tl.argmax(tl.where(is_sparse, sparse_p, -1.0), 0)
-            labels = tl.sum(tl.where(sparse_index == most_likely, ids, 0), 0)
-        # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,
-        #    with sum p (log p - z).
-        # A running maximum begins at a finite floor: where a whole first block is masked, the
-        # difference of two infinities would not be a number.
-        top = -1e30
-        top_log_p = -1e30
-        total = 0.0  # sum exp(z - top)
-        best = 0
+            top_log_p = new_top_log_p
+    # 3. Normalise: subtract both log-sum-exps, or the target's given one.
+    log_z = top + tl.log(total)
+    target_log_z = 0.0
+    if HAS_PRODUCTS:
+        target_log_z = top_log_p + tl.log(mass)
+        if target_log_z_ptr is not None:
+            target_log_z = tl.load(target_log_z_ptr + row).to(tl.float32)
+        mass *= tl.exp(top_log_p - target_log_z)
+        divergence = divergence * tl.exp(top_log_p - target_log_z) - mass * target_log_z
+    tl.store(
+        loss_ptr + row, tl.where(row_weight != 0, row_weight * (divergence + mass * log_z), 0.0)
+    )
+    tl.store(best_ptr + row, best)
+    tl.store(labels_ptr + row, labels)
+    # 4. Second sweep: overwrite the products by the gradient, weight * slope * ((sum p) q - p).
+    if WITH_GRAD:
+        if HAS_TOKENS:
+            tl.debug_barrier()  # every thread has read the product of the token
         for start in range(0, VOCAB, BLOCK):
-            # 2a. The drafter's block.
             columns = start + tl.arange(0, BLOCK)
             is_entry = columns < VOCAB
             product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
-            z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
-            z = tl.where(is_entry, z, float("-inf"))
-            block_top = tl.max(z, 0)
-            best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
-            new_top = tl.maximum(top, block_top)
-            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
-            top = new_top
-            # 2b. The target's block; products are rescaled to their running maximum.
-            if not SPARSE:
+            z, slope = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
+            grad = mass * tl.exp(z - log_z)
+            if HAS_TOKENS:
+                grad -= tl.where(columns == labels, 1.0, 0.0)
+            else:
                 log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(
                     tl.float32
                 )
@@ -226,67 +275,9 @@ if triton is not None:
                     log_p, _ = _scale_and_cap_in_kernel(
                         log_p, target_scale, target_softcap, TARGET_SOFTCAPPED
                     )
-                    log_p = tl.where(is_entry, log_p, float("-inf"))
-                is_possible = log_p > float("-inf")
-                block_top_log_p = tl.max(log_p, 0)
-                labels = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), labels)
-                new_top_log_p = tl.maximum(top_log_p, block_top_log_p)
-                if HAS_PRODUCTS:
-                    rescale = tl.exp(top_log_p - new_top_log_p)
-                    mass = mass * rescale
-                    divergence = divergence * rescale
-                    p = tl.exp(log_p - new_top_log_p)
-                else:
-                    p = tl.exp(log_p)
-                mass += tl.sum(p, 0)
-                divergence += tl.sum(
-                    p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0
-                )
-                top_log_p = new_top_log_p
-        # 3. Normalise: subtract both log-sum-exps, or the target's given one.
-        log_z = top + tl.log(total)
-        target_log_z = 0.0
-        if HAS_PRODUCTS:
-            target_log_z = top_log_p + tl.log(mass)
-            if target_log_z_ptr is not None:
-                target_log_z = tl.load(target_log_z_ptr + row).to(tl.float32)
-            mass *= tl.exp(top_log_p - target_log_z)
-            divergence = divergence * tl.exp(top_log_p - target_log_z) - mass * target_log_z
-        tl.store(
-            loss_ptr + row, tl.where(row_weight != 0, row_weight * (divergence + mass * log_z), 0.0)
-        )
-        tl.store(best_ptr + row, best)
-        tl.store(labels_ptr + row, labels)
-        # 4. Second sweep: overwrite the products by the gradient, weight * slope * ((sum p) q - p).
-        if WITH_GRAD:
-            if SPARSE:
-                tl.debug_barrier()  # every thread has read the products of the target's tokens
-            for start in range(0, VOCAB, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                is_entry = columns < VOCAB
-                product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
-                z, slope = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
-                grad = mass * tl.exp(z - log_z)
-                if not SPARSE:
-                    log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(
-                        tl.float32
-                    )
-                    if HAS_PRODUCTS:
-                        log_p, _ = _scale_and_cap_in_kernel(
-                            log_p, target_scale, target_softcap, TARGET_SOFTCAPPED
-                        )
-                    grad -= tl.exp(log_p - target_log_z)
-                grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
-                tl.store(
-                    product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry
-                )
-            # 5. Sparse targets: write the entries of their tokens, for which the sweep has left out
-            #    p.
-            if SPARSE:
-                tl.debug_barrier()  # the sweep has written these entries too
-                grad = row_weight * sparse_slope * (mass * tl.exp(sparse_z - log_z) - sparse_p)
-                grad = tl.where(row_weight != 0, grad, 0.0)
-                tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_sparse)
+                grad -= tl.exp(log_p - target_log_z)
+            grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
+            tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
 
 
 KERNEL_BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
@@ -299,8 +290,7 @@ registers and no stack with dense p, so that two rows share a multiprocessor; of
 def row_kl(
     product: Tensor,
     log_p: Tensor | None,
-    ids: Tensor | None,
-    p: Tensor | None,
+    tokens: Tensor | None,
     row_weight: Tensor,
     scale: float,
     softcap: float | None,
@@ -312,10 +302,9 @@ def row_kl(
     """Compute `row_kl_reference` in float32 and in one launch."""
     rows, vocab = product.shape
     assert product.stride(1) == 1
-    log_p, ids, p = (None if x is None else x.contiguous() for x in (log_p, ids, p))
+    log_p, tokens = (None if x is None else x.contiguous() for x in (log_p, tokens))
     loss = product.new_empty(rows, dtype=torch.float32)
     best, labels = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
-    num_sparse = 0 if ids is None else ids.shape[1]
     block, warps = next(
         (block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest
     )
@@ -323,8 +312,7 @@ def row_kl(
         _row_kl_kernel[(rows,)](
             product,
             log_p,
-            ids,
-            p,
+            tokens,
             row_weight.contiguous(),
             loss,
             best,
@@ -337,9 +325,8 @@ def row_kl(
             target_softcap or 1.0,
             None if target_log_z is None else target_log_z.contiguous(),
             VOCAB=vocab,
-            SPARSE=num_sparse,
+            HAS_TOKENS=tokens is not None,
             BLOCK=block,
-            BLOCK_SPARSE=triton.next_power_of_2(max(1, num_sparse)),
             SOFTCAPPED=softcap is not None,
             TARGET_SOFTCAPPED=target_softcap is not None,
             HAS_PRODUCTS=target_scale is not None,
@@ -359,39 +346,30 @@ def _(product: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-if triton is not None:
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _row_best_kernel(  # type: ignore[no-untyped-def]
-        product_ptr,
-        best_ptr,
-        log_z_ptr,
-        product_stride,
-        scale,
-        softcap,
-        VOCAB: tl.constexpr,
-        BLOCK: tl.constexpr,
-        SOFTCAPPED: tl.constexpr,
-    ):
-        """Find the most likely entry and the log-sum-exp of one row in one sweep; grid [r]."""
-        row = tl.program_id(0).to(tl.int64)
-        top = -1e30  # finite: see _row_kl_kernel
-        total = 0.0
-        best = 0
-        for start in range(0, VOCAB, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            product = tl.load(
-                product_ptr + row * product_stride + columns, mask=columns < VOCAB, other=0.0
-            )
-            z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
-            z = tl.where(columns < VOCAB, z, float("-inf"))
-            block_top = tl.max(z, 0)
-            best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
-            new_top = tl.maximum(top, block_top)
-            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
-            top = new_top
-        tl.store(best_ptr + row, best)
-        tl.store(log_z_ptr + row, top + tl.log(total))
+@jit
+def _row_best_kernel(  # type: ignore[no-untyped-def]
+    product_ptr,
+    best_ptr,
+    log_z_ptr,
+    product_stride,
+    scale,
+    softcap,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+):
+    """Find the most likely entry and the log-sum-exp of one row in one sweep; grid [r]."""
+    row = tl.program_id(0).to(tl.int64)
+    product_ptr += row * product_stride
+    top = -1e30  # finite: see _row_kl_kernel
+    total = 0.0
+    best = 0
+    for start in range(0, VOCAB, BLOCK):
+        top, total, best, _ = _fold_block(
+            product_ptr, start, scale, softcap, top, total, best, VOCAB, BLOCK, SOFTCAPPED
+        )
+    tl.store(best_ptr + row, best)
+    tl.store(log_z_ptr + row, top + tl.log(total))
 
 
 @torch.library.custom_op("spectrain::row_best", mutates_args=())

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .counter import gumbel_in_kernel
-from .dispatch import jit
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on Linux: only the references exist
-    triton = None
+from .dispatch import jit, tl
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,12 @@ CANDIDATE_PARTS = 64
 
 # of a number once it is float32
 EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+
+
+@jit
+def locate_row(logits_ptr, batch, node, stride_b, stride_n):  # type: ignore[no-untyped-def]
+    """Return where the logits of a node begin: more than 2^31 may lie before them."""
+    return logits_ptr + tl.cast(batch, tl.int64) * stride_b + tl.cast(node, tl.int64) * stride_n
 
 
 @jit
@@ -184,11 +184,7 @@ def parts_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(0)
     node = tl.program_id(1)
     batch = tl.program_id(2)
-    row_ptr = (
-        logits_ptr
-        + tl.cast(batch, tl.int64) * logits_stride_b
-        + tl.cast(node, tl.int64) * logits_stride_n
-    )
+    row_ptr = locate_row(logits_ptr, batch, node, logits_stride_b, logits_stride_n)
     x, _ = load_logits(row_ptr, part * BLOCK, vocabulary, BLOCK)
     top = tl.max(x, 0)
     slot = (batch * num_nodes + node) * tl.num_programs(0) + part
@@ -238,11 +234,7 @@ def candidates_kernel(  # type: ignore[no-untyped-def]
     part_top = tl.load(top_ptr + node_slot * tl.num_programs(0) + part)
     # 2. Append this part's tokens above it, behind those that other programs have appended.
     if part_top >= least:
-        row_ptr = (
-            logits_ptr
-            + tl.cast(batch, tl.int64) * logits_stride_b
-            + tl.cast(node, tl.int64) * logits_stride_n
-        )
+        row_ptr = locate_row(logits_ptr, batch, node, logits_stride_b, logits_stride_n)
         x, columns = load_logits(row_ptr, part * BLOCK, vocabulary, BLOCK)
         is_candidate = (x >= least) & (columns < vocabulary)
         before = tl.atomic_add(

@@ -5,18 +5,14 @@ The reference in torch, some twenty small operations, comes first; it is also th
 kernel is one launch with a program per text.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dispatch import jit, run_on_cpu, runs_on
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no triton for this platform
-    triton = None
+from .dispatch import jit, run_on_cpu, runs_on, tl, triton
 
 
 class TextBatch(NamedTuple):

@@ -18,20 +18,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import jit, runs_on
+from .dispatch import jit, runs_on, tl, triton
 from .fused_attention import fused_attention
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on Linux: only the reference exists
-    triton = None
 
 
 def pack_words(mask: Tensor) -> Tensor:
@@ -41,15 +35,6 @@ def pack_words(mask: Tensor) -> Tensor:
     # the low byte of a word is first
     packed = (padded.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
     return packed.view(torch.int64)
-
-
-class RowLimits(NamedTuple):
-    """What N nodes of a row see of T slots: committed ones, and M appended nodes."""
-
-    # [2] int64: the first slot that some node sees, and the committed slots from there on
-    slots: Tensor
-    mask: Tensor  # [N, M] bool
-    hidden: Tensor | None  # [N] int64: slots from the first on that each node does not see
 
 
 @dataclass
@@ -70,7 +55,8 @@ class Visibility:
     _biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _words: Tensor | None = None
     _chunked: dict[int, Visibility] = field(default_factory=dict)
-    _row_limits: dict[int | None, list[RowLimits]] = field(default_factory=dict)
+    # What kernels of an installed package have made of it, by window.
+    kernel_limits: dict[int | None, Any] = field(default_factory=dict)
 
     def attention_mask(self, window: int | None) -> Tensor | None:
         """Return [B, 1, N, T] bool, or None where every new node sees every slot; built once for
@@ -99,41 +85,13 @@ class Visibility:
             self._words = pack_words(self.tree)
         return self._words
 
-    def row_limits(self, window: int | None) -> list[RowLimits]:
-        """Return what the nodes of each row on a CPU see within a window and within chunks;
-        built once for all layers.
-        """
-        if window not in self._row_limits:
-            num_slots = self.longest + self.tree.shape[2]
-            if self.chunk_size is None and (window is None or num_slots <= window):
-                slots = torch.stack([torch.zeros_like(self.lengths), self.lengths], dim=1)
-                self._row_limits[window] = [
-                    RowLimits(*limits, None) for limits in zip(slots, self.tree.contiguous())
-                ]
-            else:
-                self._row_limits[window] = self._limit_rows(window)
-        return self._row_limits[window]
-
-    def _limit_rows(self, window: int | None) -> list[RowLimits]:
-        assert self.key_positions is not None
-        here = self.query_positions.expand(self.tree.shape[:2])
-        oldest = torch.zeros_like(here) if window is None else here - window + 1
-        if self.chunk_size is not None:
-            oldest = torch.maximum(oldest, here // self.chunk_size * self.chunk_size)
-        tree = (self.tree & (self.key_positions[:, None] >= oldest[:, :, None])).contiguous()
-        hidden = oldest.clamp(min=0).minimum(self.lengths[:, None])
-        first = hidden.amin(1)
-        slots = torch.stack([first, self.lengths - first], dim=1)
-        hidden = (hidden - first[:, None]).contiguous()
-        return [RowLimits(*limits) for limits in zip(slots, tree, hidden)]
-
     def in_chunks(self, size: int) -> Visibility:
         """Return the visibility of layers that attend within chunks of `size` positions; built
         once.
         """
         if size not in self._chunked:
             self._chunked[size] = replace(
-                self, chunk_size=size, _masks={}, _biases={}, _chunked={}, _row_limits={}
+                self, chunk_size=size, _masks={}, _biases={}, _chunked={}, kernel_limits={}
             )
         return self._chunked[size]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_in_kernel, gumbel_in_kernel, uniform_in_kernel
-from .dispatch import jit
+from .dispatch import jit, tl, triton
 from .sampling_cuts import (
     CUT_TILES,
     EMPTY_BITS,
@@ -35,12 +35,6 @@ from .tree_verify import (
     tree_arguments,
 )
 from .tree_walks import SamplingSpec, TreeNodes, Verdict, tree_recursive_reference
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on Linux: only the references exist
-    triton = None
 
 
 @jit

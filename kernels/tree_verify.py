@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_in_kernel, gumbel_in_kernel
-from .dispatch import jit, run_on_cpu, runs_on
+from .dispatch import jit, run_on_cpu, runs_on, tl, triton
 from .sampling_cuts import (
     ARGMAX_TILES,
     CANDIDATE_PARTS,
@@ -35,6 +35,7 @@ from .sampling_cuts import (
     candidates_kernel,
     cut_from_candidates,
     load_logits,
+    locate_row,
     parts_kernel,
     sample_candidate,
     sample_row,
@@ -46,12 +47,6 @@ from .tree_walks import (
     tree_greedy_reference,
     tree_match_reference,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # not on Linux: only the references exist
-    triton = None
 
 
 @jit
@@ -153,11 +148,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     while node < num_nodes:
         # 2. Choose the target's token after this node.
         if CUT:
-            row_ptr = (
-                logits_ptr
-                + tl.cast(batch, tl.int64) * logits_stride_b
-                + tl.cast(node, tl.int64) * logits_stride_n
-            )
+            row_ptr = locate_row(logits_ptr, batch, node, logits_stride_b, logits_stride_n)
             row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
             node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
             _, cut, suffices = cut_from_candidates(

@@ -33,6 +33,7 @@ from spectrain.trees import Chain, TreeBuilder
 from spectrain.trees.base import RootOnlyBuilder
 from spectrain_research.less_cache.bytes_read import BytesRead
 from spectrain_research.less_cache.evaluation import measure_traffic
+from spectrain_research.shared.rewinding import rewind_tokens
 
 from .command import run_benchmark
 from .measure import describe_setting
@@ -208,7 +209,7 @@ def prompt_loss(context: Context, prompt: list[int]) -> float:
     """Return the loss in nats a token of the prompt's end, which is read again after the rest."""
     count = min(NUM_SCORED_TOKENS, len(prompt) - 1)
     tokens = torch.tensor([prompt[-count:]], device=context.target.device)
-    with context.cache.rewind_tokens(count):
+    with rewind_tokens(context.cache, count):
         logits = context.target.run(tokens, ForwardPlan(logits=True, cache=context.cache)).logits
     assert logits is not None
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]))

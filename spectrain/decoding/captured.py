@@ -60,7 +60,7 @@ def capture_blocker(
     target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None
 ) -> str | None:
     """Return the reason why rounds cannot be captured in a graph, or None where they can."""
-    reason = target.capture_blocker()
+    reason = target.architecture.capture_blocker(target)
     if reason is not None:
         return reason
     if not rule.on_device:

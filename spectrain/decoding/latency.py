@@ -98,9 +98,7 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
     if not target.architecture.keeps_state or depth < 2:
         return 0.0
     nodes = torch.zeros(1, depth + 1, dtype=torch.int64, device=target.device)
-    parents = torch.zeros_like(nodes)
-    parents[:, 0] = -1
-    trees = TokenTree.from_chain(nodes), TokenTree.from_parents(nodes, parents)
+    trees = TokenTree.from_chain(nodes), TokenTree.from_star(nodes)
     cache = target.new_cache(1, len(prompt) + depth + 1)
     lengths = torch.tensor([len(prompt)], device=target.device)
     target.prefill(torch.tensor([prompt], device=target.device), lengths, cache, ())
@@ -127,11 +125,7 @@ def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
                 (len(context.root), size),
                 device=context.root.device,
             )
-            parents = torch.zeros_like(tokens)
-            parents[:, 0] = -1
-            seconds = measure_work(
-                partial(verify_greedily, context, tokens, parents), tokens.device
-            )
+            seconds = measure_work(partial(verify_greedily, context, tokens), tokens.device)
             times.setdefault(size, []).append(seconds)
             context.cache.roll_back()
             if repeat == 0 and times[size][0] > LARGEST_FACTOR * times[sizes[0]][0]:
@@ -139,13 +133,11 @@ def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
     return {size: float(np.median(each[1:])) for size, each in times.items()}
 
 
-def verify_greedily(context: Context, tokens: Tensor, parents: Tensor) -> Tensor:
-    """Verify the tree of these tokens and parents [B, N], and return the target's likeliest
-    token [B, N] after each node.
+def verify_greedily(context: Context, tokens: Tensor) -> Tensor:
+    """Verify the first of tokens [B, N] with the others as its children, and return the target's
+    likeliest token [B, N] after each node.
     """
-    features = context.target.verify(
-        TokenTree.from_parents(tokens, parents), context.cache, context.layers
-    )
+    features = context.target.verify(TokenTree.from_star(tokens), context.cache, context.layers)
     assert features.logits is not None
     return features.logits.argmax(-1)
 
@@ -215,9 +207,7 @@ class LatencyProbe(TreeBuilder):
     def _make_tree(self, prefix: Prefix, tokens: Tensor) -> TokenTree:
         """Make a tree with all tokens as children of the root."""
         nodes = torch.cat([prefix.root[:, None], tokens[:, : self.tree_size - 1]], dim=1)
-        parents = torch.zeros_like(nodes)
-        parents[:, 0] = -1
-        return TokenTree.from_parents(nodes, parents)
+        return TokenTree.from_star(nodes)
 
     def observe(self, round: RoundResult) -> None:
         if not self.was_expanded:

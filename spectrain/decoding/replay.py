@@ -178,12 +178,7 @@ class ReplayBuilder(TreeBuilder):
         tokens = self.answers.gather(1, index.clamp(max=self.answers.shape[1] - 1))
         left = self.answers.shape[1] - 1 - int((prefix.lengths - self.starts).max())
         levels = max(1, min(rollout.limit_depth(self.depth), left))
-        self.level_log_probs.append(rollout.start()[:, 0])
-        for level in range(levels - 1):
-            log_q = rollout.extend(
-                tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level)
-            )
-            self.level_log_probs.append(log_q[:, 0])
+        self.level_log_probs = rollout.draft_along(tokens, levels)
         return TokenTree.from_chain(prefix.root[:, None])
 
 

@@ -16,9 +16,10 @@ from spectrain.data.image_processor import have_images
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
+from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.target import Target
-from spectrain.models.threads import ThreadTuner, make_tuner
+from spectrain.models.threads import DECODING_TRIAL, ThreadTuner
 from spectrain.trees.base import RoundPlan, RoundPolicy, TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
@@ -223,7 +224,7 @@ class Session:
         """What chooses the number of threads of this session's rounds; None where there is
         nothing to choose.
         """
-        return make_tuner(self.target.device)
+        return accelerator().make_tuner(self.target.device, DECODING_TRIAL)
 
     def choose_threads(self, prompt: list[int], max_new_tokens: int) -> None:
         """Decode a prompt until a number of threads is chosen, so that scored rounds begin with

@@ -115,7 +115,6 @@ class TeacherForcedBuilder(TreeBuilder):
         return [(self.hit_sums[d] / count).tolist() for d, count in enumerate(self.counts) if count]
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.level_log_probs = []
         self.rollout = rollout
         answers = [
             self.sequences[row][length + 1 : length + 1 + self.depth]
@@ -130,13 +129,7 @@ class TeacherForcedBuilder(TreeBuilder):
         valid = torch.tensor(
             [[True] + [n < len(tokens) for n in range(width)] for tokens in answers], device=device
         )
-        log_q = rollout.start()
-        for level in range(width):
-            self.level_log_probs.append(log_q[:, 0])
-            if level + 1 < width:
-                log_q = rollout.extend(
-                    tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level)
-                )
+        self.level_log_probs = rollout.draft_along(tokens, width)
         return TokenTree.from_chain(torch.cat([prefix.root[:, None], tokens], dim=1), valid)
 
     @property
@@ -271,7 +264,5 @@ class PresetChainBuilder(TreeBuilder):
         depth = rollout.limit_depth(self.depth)
         positions = prefix.lengths[:, None] + 1 + torch.arange(depth, device=prefix.tokens.device)
         tokens = self.static_texts[batch, length].gather(1, positions.clamp(max=length - 1))
-        rollout.start()
-        for level in range(depth - 1):
-            rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
+        rollout.draft_along(tokens, depth)
         return TokenTree.from_chain(torch.cat([prefix.root[:, None], tokens], dim=1))

@@ -1,4 +1,5 @@
-"""What an installed package computes in place of a target's or a drafter's modules, for speed.
+"""What an installed package does in place of the core, for speed: it computes what a target's or a
+drafter's modules compute, and chooses numbers of threads.
 
 The core asks an `Accelerator` for it, whose defaults leave the work to torch. A package brings its
 own by an entry point in the group spectrain.accelerator. Single operations are asked for in
@@ -7,7 +8,7 @@ own by an entry point in the group spectrain.accelerator. Single operations are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from spectrain.config.installed import load_entry_points
 
 from .forward_override import Forward
+from .threads import ThreadTuner
 
 
 class DrafterSteps(Protocol):
@@ -39,7 +41,7 @@ class DrafterSteps(Protocol):
 
 
 class Accelerator:
-    """Computes for modules what they compute, where a package can do it faster."""
+    """Computes what the core computes, where a package can do it faster."""
 
     def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
         """Load or compile what serves models of this type, so that no step that is timed does."""
@@ -67,11 +69,33 @@ class Accelerator:
         """
         return ()
 
-    def runs_rows_alone(self, decoder: nn.Module, layers: nn.ModuleList, attend: Any) -> bool:
-        """Return whether these forwards give a row the same bits whatever the other rows and the
-        number of threads are.
+    def runs_texts_alone(self, target: Any) -> bool:
+        """Return whether texts of different lengths run without padding, each with the bits that it
+        has alone.
         """
         return False
+
+    def prefill_each(
+        self, target: Any, tokens: Tensor, lengths: Tensor, cache: Any, layers: tuple[Any, ...]
+    ) -> Any | None:
+        """Compute `Target.prefill` of several prompts with the bits that each has alone; None where
+        the target's own is to run.
+        """
+        return None
+
+    def write_answers(
+        self, writer: Any, shards: Iterable[Any], on_outcome: Callable[[Any, Any], None]
+    ) -> bool:
+        """Do what `EngineWriter.write_answers` does for a writer of regenerated answers; return
+        whether this was done.
+        """
+        return False
+
+    def make_tuner(self, device: torch.device, trial_steps: int) -> ThreadTuner | None:
+        """Make what chooses the number of threads of one kind of step, each number by the times of
+        so many steps; None where torch's own number stays.
+        """
+        return None
 
     def drafter_steps(self, drafter: Any) -> DrafterSteps | None:
         """Return the steps of an EAGLE drafter as it is now; None where its own modules run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
@@ -268,15 +268,14 @@ def load_block_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
 
 def load_by_transformers(header: GgufHeader, dtype: torch.dtype, key: str) -> Any:
     """Return the causal LM of a file that transformers reads, dequantized to a type."""
-    options: dict[str, Any] = {"gguf_file": header.path.name, "dtype": dtype}
-    try:
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    # Older versions of transformers have no such class and always dequantize.
-    except ImportError:
-        pass
-    model = load_pretrained(AutoModelForCausalLM, header.path.parent, key, **options)
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        header.path.parent,
+        key,
+        gguf_file=header.path.name,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),
+    )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model

@@ -8,7 +8,6 @@ batch, T tokens, N nodes, V vocabulary, D width.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +22,10 @@ from spectrain.trees.token_tree import TokenTree
 
 from .architectures.probe import explain_incompatibility
 from .architectures.recurrent_states import PathPolicy
-from .cache_arguments import read_cache
-from .cache_layer import attention_dtype
+from .cache_arguments import accepts_argument, read_cache
 from .features import Layer
 from .forward_plan import ForwardPlan
+from .kv_cache import attention_dtype
 from .reference_model import reference_model
 from .target import Target
 
@@ -202,7 +201,7 @@ def _stepwise_logits(model: Any, tokens: Tensor, target: Target) -> Tensor:
     parts = []
     cache = None
     done = 0
-    has_positions = "position_ids" in inspect.signature(model.forward).parameters
+    has_positions = accepts_argument(model, "position_ids")
     for part in (tokens[:, : CHECK_LENGTH // 2], *tokens[:, CHECK_LENGTH // 2 :].split(1, dim=1)):
         positions = torch.arange(done, done := done + part.shape[1], device=part.device)[None]
         arguments: dict[str, Any] = {"position_ids": positions} if has_positions else {}

@@ -176,17 +176,12 @@ def lend_header(header: GgufHeader) -> Iterator[None]:
     """Let transformers take the keys of a file from its header. It reads them itself several times
     otherwise, which for a vocabulary of 150,000 tokens takes seconds each time.
     """
-    try:
-        # From 5.23 on, tokenizers have a reader of their own; configurations need no vocabulary.
-        readers = [
-            import_module(f"transformers.integrations.gguf{name}") for name in ("", ".reader")
-        ]
-    except ImportError:
-        readers = []
-    lent = header.without_vocabulary() if readers else header
+    # Tokenizers have a reader of their own; configurations need no vocabulary.
+    lent = header.without_vocabulary()
     with ExitStack() as stack:
         stack.enter_context(_lend_function(gguf, "GGUFReader", header.path, lambda *_: lent))
-        for reader in readers:
+        for name in ("", ".reader"):
+            reader = import_module(f"transformers.integrations.gguf{name}")
             stack.enter_context(
                 _lend_function(reader, "read_gguf_metadata", header.path, header.read_metadata)
             )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import Projection
+from spectrain.kernels.row_kl import scale_and_cap
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISOR = "logits_scaling"
@@ -95,6 +96,4 @@ class Head:
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
         """Scale and cap products of the output layer [..., V], in float32."""
-        # A factor of 1 is skipped, because a product reads and writes the logits of all nodes.
-        logits = product if self.scale == 1 else product * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return scale_and_cap(product, self.scale, self.softcap)

@@ -8,15 +8,14 @@ nodes after them (a prompt, a tree, or one more level of a tree); `commit` keeps
 and discards the rest.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
@@ -24,7 +23,7 @@ from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
-from .cache_layer import CacheLayer, attention_dtype, storage_dtype
+from .accelerator import accelerator
 from .cache_types import (
     DEFAULT_OPTIONS,
     AttentionOptions,
@@ -36,6 +35,51 @@ from .cache_types import (
 
 _cache_ids = count()
 live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
+
+
+def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type in which keys are attended to by torch. On a CPU half precision becomes
+    float64: the rounded sums over keys are then the same in whatever order the keys lie, while in
+    half precision one different bit changes the logits."""
+    return (
+        torch.float64
+        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+        else dtype
+    )
+
+
+def storage_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type in which keys are stored: their own where kernels widen them, else that of
+    attention.
+    """
+    return dtype if accelerator().reads_keys(dtype, device) else attention_dtype(dtype, device)
+
+
+class CacheLayer(CacheLayerMixin):
+    """One layer of the cache, with the interface of `transformers`."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "TreeCache") -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.owner.update(key_states, value_states, self.owner.last_updated)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.longest + self.owner.uncommitted
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length
 
 
 class TreeCache(Cache):
@@ -418,49 +462,19 @@ class TreeCache(Cache):
                 if node != step:
                     storage[:, :, row, start + step] = storage[:, :, row, start + node]
 
-    def _check_no_states(self) -> None:
+    def check_no_states(self) -> None:
+        """Raise UserError where layers keep a state."""
         if self.recurrences:
             raise UserError(
                 "target: its layers keep a state, which cannot take committed tokens back as this "
                 "drafter does; use another drafter, such as eagle3"
             )
 
-    @contextmanager
-    def rewind_tokens(self, committed: int) -> Iterator[None]:
-        """Hide the newest committed tokens of every row while the context is open, discard what was
-        appended meanwhile, and restore the tokens bit by bit."""
-        self._check_no_states()
-        assert not self.is_bounded and self.storage is not None and not self.uncommitted
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
-        slots = (
-            self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
-        )
-        before = self.storage[:, :, rows, slots]
-        self.roll_back(committed)
-        try:
-            yield
-        finally:
-            self.roll_back()
-            self.storage[:, :, rows, slots] = before
-            self.lengths += committed
-            self.longest += committed
-
-    def fill_slots(self, keys_values: Tensor) -> None:
-        """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one
-        row.
-        """
-        _, _, length, num_heads, size = keys_values.shape
-        self.lend_storage(length, num_heads, size, keys_values.dtype)[:, :, 0, :length] = (
-            keys_values
-        )
-        self.add_uncommitted(length)
-        self.commit(None, torch.full_like(self.lengths, length))
-
     def crop(self, lengths: Tensor) -> None:
         """Cut every row to `lengths` [B] committed tokens, which is at most its length, and
         discard the appended nodes.
         """
-        self._check_no_states()
+        self.check_no_states()
         self.lengths.copy_(lengths)
         if not self.is_bounded:
             self.longest = int(self.lengths.max())
@@ -473,7 +487,7 @@ class TreeCache(Cache):
         for recurrence in self.recurrences.values():
             recurrence.roll_back(len(self.lengths))
         if committed:
-            self._check_no_states()
+            self.check_no_states()
             self.lengths -= committed
             self.longest -= 0 if self.is_bounded else committed
         self.uncommitted = 0

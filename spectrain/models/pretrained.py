@@ -79,16 +79,13 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
 @contextmanager
 def clear_bars() -> Iterator[None]:
     """Let the bars of transformers vanish where they end, in place of remaining on the screen."""
-    # The oldest releases have no such hook.
-    set_hook = getattr(transformers_logging, "set_tqdm_hook", None)
-    if set_hook is None:
-        yield
-        return
-    set_hook(lambda make_bar, args, options: make_bar(*args, **{**options, "leave": False}))
+    transformers_logging.set_tqdm_hook(
+        lambda make_bar, args, options: make_bar(*args, **{**options, "leave": False})
+    )
     try:
         yield
     finally:
-        set_hook(None)
+        transformers_logging.set_tqdm_hook(None)
 
 
 def describe_fault(info: Mapping[str, Any]) -> str | None:

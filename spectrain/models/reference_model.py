@@ -1,7 +1,7 @@
 """The target without any change by this project: the reference in every comparison."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from spectrain.data.image_processor import get_images
 from spectrain.kernels.dispatch import run_on_cpu
 
-from .cache_layer import attention_dtype
 from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
 from .forward_override import override_forwards
+from .kv_cache import attention_dtype
 from .model_parts import find_decoder, find_layers
 from .target import Target
 
@@ -85,12 +85,13 @@ def compute_in_float64(model: Any, layer_by_layer: bool = True) -> Iterator[None
     groups = [[*layer.modules()] for layer in layers or ()]
     inside = {id(module) for group in groups for module in group}
     groups += [[module] for module in model.modules() if id(module) not in inside]
-    handles = [handle for group in groups for handle in _convert_while_running(group)]
     try:
-        yield
+        with ExitStack() as hooks:
+            for group in groups:
+                for hook in _convert_while_running(group):
+                    hooks.enter_context(hook)
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         if experts is not None:
             model.set_experts_implementation(experts)
 

@@ -5,7 +5,7 @@ batch, N tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,21 +43,16 @@ def capture_stream(
     def store_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         captured[num_layers] = output[0] if isinstance(output, tuple) else output
 
-    handles = []
-    for layer in layers:
-        if layer == num_layers:
-            handles.append(modules[-1].register_forward_hook(store_output))
-        elif layer != "final":
-            handles.append(
-                modules[layer].register_forward_pre_hook(
-                    InputReader(captured, layer), with_kwargs=True
+    with ExitStack() as hooks:
+        for layer in layers:
+            if layer == num_layers:
+                hooks.enter_context(modules[-1].register_forward_hook(store_output))
+            elif layer != "final":
+                reader = InputReader(captured, layer)
+                hooks.enter_context(
+                    modules[layer].register_forward_pre_hook(reader, with_kwargs=True)
                 )
-            )
-    try:
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -71,8 +66,5 @@ def feed_stream(layer: nn.Module, hidden: Tensor) -> Iterator[None]:
             ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
         )
 
-    handle = layer.register_forward_pre_hook(replace_input, with_kwargs=True, prepend=True)
-    try:
+    with layer.register_forward_pre_hook(replace_input, with_kwargs=True, prepend=True):
         yield
-    finally:
-        handle.remove()

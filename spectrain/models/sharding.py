@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.distributed import DistributedConfig
 
 from spectrain.errors import RunError, UserError
 
@@ -64,12 +65,6 @@ def _load_tensor_parallel(
     model: str, config: Any, device: str, options: dict[str, Any]
 ) -> nn.Module:
     """Load with tensor parallelism, by the plan of transformers for the model."""
-    try:
-        from transformers.distributed import DistributedConfig
-    except ImportError as error:
-        raise UserError(
-            "target.sharding=tensor: this transformers cannot; run pip install -U transformers"
-        ) from error
     model_class: Any = select_auto_class(config)._model_mapping[type(config)]
     # The output layer is not split.
     headless: Any = type(model_class.__name__, (model_class,), {"_tp_plan": {}})

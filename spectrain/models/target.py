@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +26,7 @@ from spectrain.data.image_processor import ImageProcessor, Images, get_images, h
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
+from .accelerator import accelerator
 from .architectures.base import Architecture
 from .architectures.detect import detect_architecture
 from .fast import speed_up_linears
@@ -168,10 +168,13 @@ class Target(ModelParts):
         logits [B, 1, V] after the last token of each row. `texts` are the same prompts with their
         images.
 
-        Where kernels give a later row the bits of a text alone, prompts run one after the other, so
-        that a prompt has these bits too: products over many padded rows round otherwise."""
-        if len(tokens) > 1 and self._runs_prompts_alone(cache, texts):
-            return self._prefill_each(tokens, lengths, cache, layers)
+        Where an installed package gives a later row the bits of a text alone, it gives these bits
+        to a prompt too.
+        """
+        if len(tokens) > 1 and not have_images(texts):
+            features = accelerator().prefill_each(self, tokens, lengths, cache, layers)
+            if features is not None:
+                return features
         with_final = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
         features = self.run(
@@ -181,55 +184,6 @@ class Target(ModelParts):
         last = features.at_layer("final").gather(
             1, (lengths - 1)[:, None, None].expand(-1, 1, self.width)
         )
-        return Features(tokens, features.layers, features.hidden, self.head.logits(last))
-
-    def _runs_prompts_alone(self, cache: TreeCache, texts: Sequence[Sequence[int]]) -> bool:
-        """Return whether a prompt alone and later rows have the same bits, which kernels see to."""
-        return (
-            cache.can_lend_storage
-            and not have_images(texts)
-            and self.architecture.can_pool_texts(self)
-        )
-
-    def _prefill_each(
-        self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]
-    ) -> Features:
-        """Run the prompts one after the other, each in a cache of its own whose slots are
-        copied.
-        """
-        parts = []
-        longest = tokens.shape[1]
-        for row, length in enumerate(lengths.tolist()):
-            alone = self.new_cache(1, length)
-            parts.append(
-                self.prefill(tokens[row : row + 1, :length], lengths[row : row + 1], alone, layers)
-            )
-            assert alone.storage is not None
-            *_, num_heads, size = alone.storage.shape
-            slots = cache.lend_storage(longest, num_heads, size, alone.storage.dtype)
-            slots[:, :, row, :length] = alone.storage[:, :, 0, :length]
-            # Layers refer to the cache, so it would keep its memory until the next collection of
-            # garbage.
-            alone.storage = None
-        cache.add_uncommitted(longest)
-        cache.commit(None, lengths)
-        hidden = torch.cat(
-            [F.pad(part.hidden, (0, 0, 0, 0, 0, longest - part.hidden.shape[1])) for part in parts]
-        )
-        logits = torch.cat([part.logits for part in parts if part.logits is not None])
-        return Features(tokens, parts[0].layers, hidden, logits)
-
-    def extend(self, tokens: Tensor, cache: TreeCache) -> Features:
-        """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return
-        features with logits [B, 1, V] after the last of them."""
-        chain = TokenTree.from_chain(tokens)
-        positions = cache.lengths[:, None] + chain.depths
-        features = self.run(
-            tokens,
-            ForwardPlan(layers=("final",), positions=positions, mask=chain.ancestors, cache=cache),
-        )
-        cache.commit(None, torch.full_like(cache.lengths, tokens.shape[1]))
-        last = features.at_layer("final")[:, -1:]
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
     def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
@@ -317,21 +271,6 @@ class Target(ModelParts):
                 raise
         return texts
 
-    @property
-    def can_pool_texts(self) -> bool:
-        """Return whether texts of different lengths run without padding, each with the bits that
-        it has alone.
-        """
-        return (
-            self.sharding == "none" and self.has_layers and self.architecture.can_pool_texts(self)
-        )
-
-    def capture_blocker(self) -> str | None:
-        """Return why rounds over this target cannot be captured as CUDA graphs, or None where
-        they can.
-        """
-        return self.architecture.capture_blocker(self)
-
     def check_layers(self, layers: Sequence[Layer]) -> None:
         """Raise UserError for a layer that this target does not have."""
         num_layers = self.num_layers
@@ -342,10 +281,6 @@ class Target(ModelParts):
                     f"{num_layers}"
                 )
 
-    def check_single_stream(self) -> None:
-        """Raise UserError where a layer reads more than one state per token."""
-        self.architecture.check_single_stream(self.name)
-
     def capture_layers(
         self, layers: tuple[Layer, ...]
     ) -> AbstractContextManager[dict[Layer, Tensor]]:
@@ -354,5 +289,5 @@ class Target(ModelParts):
         """
         self.check_layers(layers)
         if {*layers} - {"final"}:
-            self.check_single_stream()
+            self.architecture.check_single_stream(self.name)
         return capture_stream(self.layers, layers)

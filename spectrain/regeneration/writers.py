@@ -11,16 +11,15 @@ from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.images import content_text
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
-from spectrain.decoding.continuous import ContinuousBatch
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, require_capture
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.models.accelerator import accelerator
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
-from .continuous_answers import AnswerSteps, ContinuousAnswers
 from .sampling import Sampling
 
 OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
@@ -44,8 +43,8 @@ class AnswerWriter(ABC):
 
 
 class EngineWriter(AnswerWriter):
-    """Our own decoding, by continuous batching where the target can pool texts, else in batches of
-    conversations of similar length.
+    """Our own decoding: in batches of conversations of similar length, or by continuous batching
+    where an installed package runs texts of different lengths without padding.
 
     Every draw depends on the seed, the conversation and the position, and the bits of a pooled text
     on no other text. The batches of a shard are the same in every attempt. So an answer depends on
@@ -81,20 +80,7 @@ class EngineWriter(AnswerWriter):
         }
 
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
-        session = self.session
-        if (
-            session.drafter is None
-            and session.eager_reason is not None
-            and self.target.can_pool_texts
-        ):
-            limit = self.sampling.max_new_tokens
-            threads = session.threads
-            batch = ContinuousBatch(self.target, session.rule, limit, self.batch_tokens, threads)
-            steps = AnswerSteps(
-                self.make_prompt, self._parse_answer, lambda pending: self._answer_batch([pending])
-            )
-            ContinuousAnswers(batch, self.sampling, steps, on_outcome).write_answers(shards)
-        else:
+        if not accelerator().write_answers(self, shards, on_outcome):
             self._write_batches(shards, on_outcome)
 
     def _write_batches(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
@@ -107,7 +93,7 @@ class EngineWriter(AnswerWriter):
                     on_outcome(shard, error.to_failed_row(pending))
             for batch in self._make_batches(usable):
                 if any(pending.id not in shard.rows for pending in batch):
-                    for outcome in self._answer_batch(batch):
+                    for outcome in self.answer_batch(batch):
                         if outcome.id not in shard.rows:
                             on_outcome(shard, outcome)
 
@@ -162,7 +148,7 @@ class EngineWriter(AnswerWriter):
             yield [pending for _, pending in waiting[:count]]
             waiting = waiting[count:]
 
-    def _answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
+    def answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
         """Answer a batch; if that fails, answer its halves, so that one conversation does not
         fail others.
         """
@@ -180,8 +166,8 @@ class EngineWriter(AnswerWriter):
             return
         # Outside `except`, which would keep the memory of the failed batch on the device.
         half = len(batch) // 2
-        yield from self._answer_batch(batch[:half])
-        yield from self._answer_batch(batch[half:])
+        yield from self.answer_batch(batch[:half])
+        yield from self.answer_batch(batch[half:])
 
     def _answer_turns(self, chats: list[ChatProgress]) -> Iterator[Row | FailedRow]:
         """Answer every chat turn by turn; the chats that still need an answer form one batch."""
@@ -201,12 +187,12 @@ class EngineWriter(AnswerWriter):
                 ready, self._decode_prompts(ready) if ready else []
             ):
                 try:
-                    chat.add_answer(self._parse_answer(chat, prompt, generation))
+                    chat.add_answer(self.read_answer(chat, prompt, generation))
                     chats.append(chat)
                 except AnswerError as error:
                     yield error.to_failed_row(chat.pending)
 
-    def _parse_answer(
+    def read_answer(
         self, chat: ChatProgress, prompt: list[int], generation: Generation
     ) -> GeneratedAnswer:
         return parse_generation(

@@ -18,9 +18,9 @@ from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.loss_window import sample_loss_windows
+from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
-from spectrain.models.threads import make_tuner
 
 from .adapters import merge_adapters, select_stage_groups
 from .checkpoints import (
@@ -70,7 +70,9 @@ class TrainingRun(RunProgress):
         self.drafter, self.target = drafter, target
         self.monitor = ProcessMonitor(parallel, trainer.patience)
         self.threads = (
-            make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
+            accelerator().make_tuner(parallel.device, TRIAL_STEPS)
+            if parallel.num_processes == 1
+            else None
         )
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,

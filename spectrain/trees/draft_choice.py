@@ -8,7 +8,7 @@ from collections import deque
 from statistics import median
 
 from .base import RoundReason
-from .running_mean import RunningMean
+from .estimates import RunningMean
 
 # Share of all steps that trials of a drafter that does not pay may lose, and that plain steps may
 # lose where it pays.

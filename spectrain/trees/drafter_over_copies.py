@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from .base import RoundResult
 from .copy_tree import CopyTree
-from .running_mean import RunningMean
-from .time_ratios import TimeRatios
+from .estimates import RunningMean, TimeRatios
 
 # Trials of the drafter that are made in any case, and rounds without it, per trial so far, after
 # which another one is due.

@@ -13,7 +13,6 @@ import torch
 from spectrain.copying.trie import Trie
 from spectrain.errors import UserError
 
-from .acceptance_by_depth import AcceptanceByDepth
 from .base import (
     WITHOUT_DRAFTER,
     PlanOptions,
@@ -26,14 +25,12 @@ from .base import (
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
 from .draft_choice import DRAFTED, ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
 from .drafter_over_copies import CopyCosts, DrafterOverCopies
-from .latency_aware import CONTEXT_STRIDE
+from .estimates import AcceptanceByDepth, RunningMean, TokenCurves, VerifyFit
 from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
-from .running_mean import RunningMean
-from .token_curves import TokenCurves
 from .token_tree import TokenTree
-from .verify_fit import VerifyFit
 
+CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
 # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 UNKNOWN_ROUND = 1.5, 1.0
 READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
@@ -58,16 +55,13 @@ class MeasuredPolicy(RoundPolicy):
 
     decides_to_draft = True
 
-    def __init__(
-        self, depth: int, budget: int, top_k: int, memory: int, refit: bool, name: str = "auto"
-    ) -> None:
+    def __init__(self, depth: int, budget: int, top_k: int, memory: int, refit: bool) -> None:
         # The settings of the tree.
         self.depth = depth
         self.budget = budget
         self.top_k = top_k
         self.memory = memory
         self.refit = refit
-        self.name = name
         self.text_length = 0  # tokens of the longest text in this round
         # by batch size and number of threads
         self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}
@@ -155,8 +149,7 @@ class MeasuredPolicy(RoundPolicy):
 
     def _untimed_error(self) -> UserError:
         return UserError(
-            f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a "
-            "latency"
+            "tree=auto: nothing is timed yet; call prepare with a Calibration that has a latency"
         )
 
     def _expected_round(self, latency: Latency) -> tuple[float, float]:
@@ -189,28 +182,18 @@ class MeasuredPolicy(RoundPolicy):
         """Time verification where it is due. `is_new_batch`: also if the number of threads may
         still change.
         """
-        if sizes := self._untimed_sizes(prefix, is_new_batch):
-            self._record_times(prefix, *time_sizes(prefix, sizes))
-
-    def _untimed_sizes(self, prefix: Prefix, is_new_batch: bool) -> list[int]:
         self.select_costs(prefix)
-        self.has_timed = False
-        is_due = (
-            not self.costs.is_timed
+        costs = self.costs
+        self.has_timed = (
+            not costs.is_timed
             if is_new_batch
-            else self.costs.needs_timing(self.text_length, self.num_settled)
+            else costs.needs_timing(self.text_length, self.num_settled)
         )
-        return list_timed_sizes(self.budget) if is_due else []
-
-    def _record_times(
-        self, prefix: Prefix, seconds: dict[int, float], total_seconds: float
-    ) -> None:
-        self.select_costs(prefix)
-        self.has_timed = True
-        self.costs.set_times(self.text_length, seconds, len(prefix.lengths))
-        self.costs.round_seconds = 0.0
-        self.costs.timing_seconds = total_seconds
-        self.costs.choice.expect_round(*self._expected_round(self.costs.latency))
+        if self.has_timed:
+            seconds, costs.timing_seconds = time_sizes(prefix, list_timed_sizes(self.budget))
+            costs.round_seconds = 0.0
+            costs.set_times(self.text_length, seconds, len(prefix.lengths))
+            costs.choice.expect_round(*self._expected_round(costs.latency))
 
     def _plan_draft(self, prefix: Prefix) -> RoundPlan:
         """Decide whether the next round drafts."""
@@ -295,7 +278,13 @@ class MeasuredPolicy(RoundPolicy):
 
     def record(self, plan: RoundPlan, round: RoundResult) -> None:
         if not plan.keeps_drafter:
-            self._count_plain_round(len(round.counts), sum(round.seconds.values()))
+            self.num_rounds += 1
+            self.num_plain += 1
+            # A number of threads that is tried for the first time has no costs yet.
+            setting = len(round.counts), torch.get_num_threads()
+            if costs := self.costs_by_setting.get(setting):
+                costs.round_seconds += sum(round.seconds.values())
+                costs.choice.savings += TRIAL_ALLOWANCE
             return
         counts = round.counts.tolist()
         num_new = [0] * len(counts) if self.num_new is None else self.num_new
@@ -328,14 +317,6 @@ class MeasuredPolicy(RoundPolicy):
         # neither copies that are not calibrated, nor nothing drafted
         if self.expected_by_depth is not None and size > 1:
             self.acceptance.record(self.expected_by_depth, counts, judged)
-
-    def _count_plain_round(self, num_texts: int, seconds: float) -> None:
-        self.num_rounds = self.num_rounds + 1
-        self.num_plain = self.num_plain + 1
-        # A number of threads that is tried for the first time has no costs yet.
-        if costs := self.costs_by_setting.get((num_texts, torch.get_num_threads())):
-            costs.round_seconds += seconds
-            costs.choice.savings += TRIAL_ALLOWANCE
 
     def _record_drafted(
         self,

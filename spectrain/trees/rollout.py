@@ -64,6 +64,16 @@ class Rollout(ABC):
         ]
         return self.extend_levels(list(zip(columns, [parents[:, None], *later])))
 
+    def draft_along(self, tokens: Tensor, levels: int) -> list[Tensor]:
+        """Draft along the chain of given tokens [B, levels - 1 or more]; return log-probabilities
+        [B, V] after the root and after all of them but the last, `levels` in all.
+        """
+        log_probs = [self.start()[:, 0]]
+        for level in range(levels - 1):
+            parents = torch.full_like(tokens[:, :1], level)
+            log_probs.append(self.extend(tokens[:, level : level + 1], parents)[:, 0])
+        return log_probs
+
     def extend_levels(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return log-probabilities [B, F, V] after the nodes of several levels, each with tokens
         and parents as `extend` takes them; parents may be in the level before. Some drafters run

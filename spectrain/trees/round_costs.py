@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from .draft_choice import DraftChoice
 from .drafter_over_copies import CopyCosts
+from .estimates import RunningMean, TimeRatios, VerifyFit
 from .measurements import Latency
-from .running_mean import RunningMean
-from .time_ratios import TimeRatios
-from .verify_fit import VerifyFit
 
 # Verification is timed after so many rounds in a row with the same batch size and number of
 # threads, if all rounds with them took so many times as long as the timing does, ...

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.round_log import tree_stats
-from spectrain.kernels.token_commit import gather_emitted
 
 from .cached_value import cached_value
 
@@ -77,6 +76,13 @@ class TokenTree:
             height=tokens.shape[1] - 1,
             max_children=min(1, tokens.shape[1] - 1),
         )
+
+    @classmethod
+    def from_star(cls, tokens: Tensor) -> "TokenTree":
+        """Make a tree of `tokens` [B, N], of which all but the first are its children."""
+        parents = torch.zeros_like(tokens)
+        parents[:, 0] = -1
+        return cls.from_parents(tokens, parents)
 
     @property
     def max_path_nodes(self) -> int:
@@ -187,12 +193,6 @@ class AcceptedPath:
     # [B] accepted nodes, the root included; equals the emitted tokens, the bonus included
     counts: Tensor
     bonus: Tensor  # [B] the next root
-
-    def emitted_tokens(self, tree: TokenTree) -> Tensor:
-        """Return the tokens of the round [B, P]: the accepted nodes after the root, the bonus,
-        then padding.
-        """
-        return gather_emitted(tree.tokens, self.path, self.counts, self.bonus)
 
     def trim_padding(self) -> "AcceptedPath":
         """Drop columns that are padding in every row; synchronises with the device."""

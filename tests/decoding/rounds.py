@@ -12,11 +12,12 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import make_context, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
+from spectrain.kernels.token_commit import gather_emitted
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees.base import Prefix, TreeBuilder, WrappedBuilder
 from spectrain.trees.rollout import Draft, Rollout
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.trees.tables import check_structure
 
 
@@ -60,6 +61,11 @@ def proposed(drafter: Drafter, context: Context, builder: TreeBuilder) -> TokenT
     """The tree that a drafter and a builder make in a round."""
     context.builder = builder
     return builder.grow(context, drafter.draft(context))
+
+
+def emitted_tokens(tree: TokenTree, accepted: AcceptedPath) -> Tensor:
+    """The tokens of a round [B, P]: the accepted nodes after the root, the bonus, then padding."""
+    return gather_emitted(tree.tokens, accepted.path, accepted.counts, accepted.bonus)
 
 
 Listen = Callable[[Rollout, Prefix], Rollout]

@@ -19,6 +19,7 @@ from spectrain.decoding.acceptance.sequential import SequentialRule
 from spectrain.kernels.tree_walks import shape_logits
 from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, gumbel_noise, keyed_generator
 from spectrain.trees.token_tree import Children, TokenTree
+from tests.decoding.rounds import emitted_tokens
 from tests.decoding.walking import walk
 from tests.trees.tables import check_structure
 
@@ -88,7 +89,7 @@ def test_tree_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
     check_structure(tree)
     accepted = walk(tree, torch.tensor(choices))
-    emitted = accepted.emitted_tokens(tree)
+    emitted = emitted_tokens(tree, accepted)
     paths = [
         walk_by_loop(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
         for (tokens, parents, valid, emits), choice in zip(rows, choices)
@@ -112,14 +113,8 @@ def test_greedy_follows_the_argmax() -> None:
     logits = torch.nn.functional.one_hot(expected, 6).float()
     accepted = Greedy()(tree, logits, torch.arange(2), tree.depths)
     assert accepted.counts.tolist() == [3, 4]
-    assert accepted.emitted_tokens(tree)[0, :3].tolist() == [1, 2, 0] and accepted.emitted_tokens(
-        tree
-    )[1].tolist() == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    emitted = emitted_tokens(tree, accepted).tolist()
+    assert emitted[0][:3] == [1, 2, 0] and emitted[1] == [1, 2, 3, 4]
 
 
 # Sample-and-match in exact arithmetic
@@ -214,7 +209,7 @@ def test_sample_and_match_is_lossless(
         )
     )
     accepted = walk(tree, torch.tensor([choice for _, choice in outcomes]))
-    emitted = accepted.emitted_tokens(tree)
+    emitted = emitted_tokens(tree, accepted)
     result: dict[Path, Fraction] = defaultdict(Fraction)
     for (weight, _), count, tokens in zip(outcomes, accepted.counts.tolist(), emitted.tolist()):
         head = tuple(tokens[:count])

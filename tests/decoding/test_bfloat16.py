@@ -10,6 +10,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.identity import logit_gap
+from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import has_batch_invariance, is_packed
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import resolve_dtype
@@ -87,7 +88,7 @@ def test_drafted_equals_generate(bfloat16_target: Target) -> None:
     (`Target.prefill`); elsewhere they run one by one.
     """
     prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
-    runs_together = bfloat16_target.architecture.can_pool_texts(bfloat16_target)
+    runs_together = accelerator().runs_texts_alone(bfloat16_target)
     batches = [prompts] if runs_together else [[prompt] for prompt in prompts]
     with reference_model(bfloat16_target) as model:
         expected = [generate(model, prompt, 40, frozenset()) for prompt in prompts]

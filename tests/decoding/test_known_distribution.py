@@ -9,7 +9,7 @@ import pytest
 
 from tests.installed import load_cases
 
-from .known_target import CASES, Case, make_known_target
+from .known_target import CASES, Case
 
 # Cases of installed packages, in which several parts work together.
 VARIANTS: list[Case] = load_cases(__name__).get("VARIANTS", [])
@@ -38,11 +38,6 @@ def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", [*CASES, *VARIANTS], ids=lambda case: case.name)
 def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None:
-    if (
-        case.name.startswith("match, continuous")
-        and not make_known_target(case.dtype).can_pool_texts
-    ):
-        pytest.skip("this processor has no kernels that give a text the bits that it has alone")
     fit = case.test(case.sample(10_000, seed))
     assert fit.p_value > LEVEL, fit
 

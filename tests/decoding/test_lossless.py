@@ -36,6 +36,7 @@ from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRul
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import AcceptedPath, Children, TokenTree
+from tests.decoding.rounds import emitted_tokens
 from tests.decoding.walking import walk
 from tests.installed import load_cases
 from tests.trees.tables import check_structure
@@ -735,7 +736,7 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
         check_structure(batch)
         accepted = walk(batch, choice)
         for weight, count, tokens in zip(
-            weights, accepted.counts.tolist(), accepted.emitted_tokens(batch).tolist()
+            weights, accepted.counts.tolist(), emitted_tokens(batch, accepted).tolist()
         ):
             heads[tuple(tokens[:count])] += chance * weight
     assert continued(heads, p, length) == target_joint(p, length)
@@ -766,7 +767,7 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
                 batch, node_logits, torch.zeros(1, dtype=torch.int64), batch.depths
             ).trim_padding()
             depth = max(len(path) for path in tree.paths if path == greedy[: len(path)])
-            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: depth + 1]
+            assert tuple(emitted_tokens(batch, accepted)[0].tolist()) == greedy[: depth + 1]
 
 
 # Acceptance chances
@@ -1228,4 +1229,4 @@ def test_typical_is_greedy_where_the_target_is_certain() -> None:
     )
     assert len(set(greedy.counts.tolist())) > 1
     assert torch.equal(typical.counts, greedy.counts) and torch.equal(typical.bonus, greedy.bonus)
-    assert torch.equal(typical.emitted_tokens(tree), greedy.emitted_tokens(tree))
+    assert torch.equal(emitted_tokens(tree, typical), emitted_tokens(tree, greedy))

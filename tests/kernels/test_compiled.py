@@ -178,13 +178,12 @@ def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
     constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
     if kernel == "_row_kl_kernel":
         constants |= {
-            "SPARSE": 0,
-            "BLOCK_SPARSE": 1,
+            "HAS_TOKENS": False,
             "TARGET_SOFTCAPPED": False,
             "HAS_PRODUCTS": raw,
             "WITH_GRAD": True,
         }
-        constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["target_log_z_ptr"])])
+        constants |= dict.fromkeys(["tokens_ptr", *([] if log_z else ["target_log_z_ptr"])])
     usage = aot.compile_for(
         aot.Request("spectrain.kernels.row_kl", kernel, types, constants, warps, 3)
     )

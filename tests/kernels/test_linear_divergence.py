@@ -26,7 +26,6 @@ from spectrain.kernels.linear_divergence import (
     DivergenceResult,
     HeadTarget,
     Projection,
-    TopK,
     argmax_and_log_z,
     linear_divergence,
     restrict_target,
@@ -214,27 +213,6 @@ def test_temperature_divides_the_finished_logits(temperature: float, softcap: fl
     log_p = (case.log_p(False) / temperature).log_softmax(-1)
     log_q = (full_logits(case.hidden, case.head) / temperature).log_softmax(-1)
     assert_agrees(case, result, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
-    """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the
-    dense forward KL.
-    """
-    case = Case()
-    for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
-        top = case.log_p(False).exp().topk(k)
-        p = top.values / top.values.sum(-1, keepdim=True) * total
-        result = linear_divergence(case.hidden, case.head, TopK(top.indices, p), chunk=chunk)
-        losses = (p * (p.log() - case.log_q().gather(-1, top.indices))).sum(-1)
-        assert_agrees(case, result, losses, top.indices[:, 0], 1e-10)
-    every = case.log_p(False).exp().topk(VOCAB)
-    dense = linear_divergence(case.hidden, case.head, case.head_target(False), chunk=chunk)
-    result = linear_divergence(
-        case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk
-    )
-    torch.testing.assert_close(result.loss, dense.loss)
-    torch.testing.assert_close(case.gradients(result.loss), case.gradients(dense.loss))
 
 
 def test_function_of_rows_is_a_valid_target() -> None:
@@ -510,7 +488,7 @@ class OperationRecorder(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", [*NAMES, "top_k"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
     """Forward and backward return nothing over chunk x V; the unfused loss, recorded the same
     way, R x V.
@@ -520,16 +498,13 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
     chunk = 8
     case = Case(rows=rows, width=2, softcap=2.0)
     target_values = case.head_target(name in ACCEPTANCE_LOSSES)
-    loss_target = {
-        "cross_entropy": case.tokens,
-        "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1]),
-    }.get(name, target_values)
-    chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else get_divergence(name, 0.5)
+    loss_target = case.tokens if name == "cross_entropy" else target_values
+    chosen = None if name in ("cross_entropy", "forward_kl") else get_divergence(name, 0.5)
     with OperationRecorder() as recorder:
         linear_divergence(case.hidden, case.head, loss_target, chosen, chunk=chunk).loss.backward()
     assert recorder.largest == chunk * VOCAB
     with OperationRecorder() as recorder:
-        compute_unfused(case, "forward_kl" if name == "top_k" else name)[0].sum().backward()
+        compute_unfused(case, name)[0].sum().backward()
     assert recorder.largest >= rows * VOCAB
 
 
@@ -541,24 +516,18 @@ def test_target_pass_holds_a_single_chunk() -> None:
     assert recorder.largest == 8 * TARGET_VOCAB
 
 
-TARGETS = ["tokens", "kept", "kept, of some mass", "dense", "dense, of some mass"]
+TARGETS = ["tokens", "dense", "dense, of some mass"]
 
 
-def make_target_values(
-    which: str, rows: int, vocab: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log_p, ids and p of a kind of target, as the row kernel reads them."""
+def make_target_values(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
+    """log_p and tokens of a kind of target, as the row kernel reads them."""
     log_p = (3 * torch.randn(rows, vocab)).log_softmax(-1) + math.log(
         0.7 if "mass" in which else 1.0
     )
     if which == "tokens":
-        return None, torch.randint(vocab, (rows, 1)), torch.ones(rows, 1)
-    if "kept" in which:
-        top = log_p.exp().topk(min(5, vocab))
-        shuffled = torch.randperm(top.indices.shape[1])  # the likeliest is not the first
-        return None, top.indices[:, shuffled], top.values[:, shuffled]
+        return None, torch.randint(vocab, (rows,))
     log_p[:, 1:2] = float("-inf")
-    return log_p, None, None
+    return log_p, None
 
 
 @pytest.mark.sweep(12)
@@ -607,7 +576,7 @@ def test_row_kl_kernel_normalises_target_logits(
             log_z=target_logits._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4)
         )
     expected, by_log_p, actual = (product.clone() for _ in range(3))
-    arguments = None, None, weight, 0.9, 2.0, True
+    arguments = None, weight, 0.9, 2.0, True
     results = (
         row_kl_reference(expected, target_logits.log_p(), *arguments),
         row_kl(by_log_p, target_logits.log_p(), *arguments),
@@ -652,7 +621,7 @@ def test_kernels_take_a_first_block_of_impossible_tokens() -> None:
     weight = torch.ones(1)
     expected = product.clone()
     computed = product.clone()
-    arguments = (None, None, weight, 1.0, None, True, 1.0)
+    arguments = (None, weight, 1.0, None, True, 1.0)
     losses, _, labels = row_kl(computed, masked, *arguments)
     best, log_z = row_argmax(masked, 1.0, None)
     by_torch, _, expected_labels = row_kl_reference(expected, masked, *arguments)
@@ -714,7 +683,7 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl"])
 def test_loss_with_the_kernel_equals_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,16 +691,11 @@ def test_loss_with_the_kernel_equals_torch(
     without, which does not.
     """
     case = Case(dtype, bias=True, softcap=3.0)
-    top = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
         with OperationRecorder() as recorder:
-            result = (
-                linear_divergence(case.hidden, case.head, top, chunk=3)
-                if name == "top_k"
-                else compute_fused(case, name, chunk=3)
-            )
+            result = compute_fused(case, name, chunk=3)
         assert ("spectrain.row_kl.default" in recorder.names) == (setting == "triton")
         results.append((result, case.gradients(result.loss)))
     (by_kernel, left), (by_torch, right) = results

@@ -494,11 +494,16 @@ def test_environment_selects_the_path(
 
 
 def test_without_triton_the_reference_runs() -> None:
-    """Where triton cannot be imported, the module can, and it computes."""
+    """Where triton cannot be imported, all modules of kernels can, and attention computes."""
     code = """
 import sys
 sys.modules["triton"] = None
+import importlib, pathlib
 import torch
+import spectrain
+folder = pathlib.Path(spectrain.__file__).parent / "kernels"
+for file in folder.glob("*.py"):
+    importlib.import_module(f"spectrain.kernels.{file.stem}")
 from spectrain.kernels.tree_attention import Visibility, tree_attention, tree_attention_reference
 mask = torch.ones(1, 2, 2, dtype=torch.bool).tril()
 seen = Visibility(torch.tensor([3]), 3, mask, torch.tensor([[3, 4]]), None)

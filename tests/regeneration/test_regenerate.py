@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
@@ -28,6 +27,7 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
+from spectrain.models.accelerator import accelerator
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.regeneration.chat_progress import AnswerError
@@ -71,11 +71,11 @@ def read_shards(out: Path) -> dict[str, bytes]:
 class StuckWriter(EngineWriter):
     """Gets no further than two conversations."""
 
-    def _answer_batch(self, batch: list[Any]) -> Any:
+    def answer_batch(self, batch: list[Any]) -> Any:
         self.answered = [*getattr(self, "answered", []), *batch]
         if len(self.answered) > 2:
             time.sleep(600)
-        return super()._answer_batch(batch)
+        return super().answer_batch(batch)
 
 
 def fork_rank(out: Path, target: Target, rank: int) -> Any:
@@ -154,7 +154,7 @@ def load_poolable() -> Target:
     """Load the tiny target in bfloat16, or skip the test where its rows depend on others."""
     target = load_tiny(dtype="bfloat16")
     target.pack_weights()
-    if not target.architecture.can_pool_texts(target):
+    if not accelerator().runs_texts_alone(target):
         pytest.skip("no installed package has kernels that give a row the bits of a text alone")
     return target
 
@@ -207,60 +207,6 @@ def test_answers_are_the_targets_own(
                 len(single.output),
                 "stop" if ended else "length",
             )
-
-
-def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous batching runs the first prompt of a conversation whole, and of later ones what
-    follows the earlier answer's last token but one; keys, values and logits are those of the whole
-    prompt, up to the rounding of bfloat16."""
-    target = load_poolable()
-    prefill = Target.prefill
-    extend = Target.extend
-    sizes = []
-
-    def prefill_counted(self: Target, tokens: Any, *rest: Any) -> Any:
-        sizes.append(("whole", tokens.shape[1]))
-        return prefill(self, tokens, *rest)
-
-    def extend_counted(self: Target, tokens: Any, cache: Any) -> Any:
-        sizes.append(("rest", tokens.shape[1]))
-        return extend(self, tokens, cache)
-
-    monkeypatch.setattr(Target, "prefill", prefill_counted)
-    monkeypatch.setattr(Target, "extend", extend_counted)
-    questions = ["Why is the sky blue?", "And at night?", "Say it in one word."]
-    chat = [{"role": role, "content": text} for text in questions for role in ("user", "assistant")]
-    (row,) = regenerate(tmp_path / "out", target, ListReader([chat])).values()
-    prompts = []
-    ids = {}
-    for at, output in zip((1, 3, 5), row.answer_ids or [], strict=True):
-        prompts.append(
-            tokenize_prompt(
-                target.template, Conversation(row.messages, answer_ids=dict(ids)).up_to(at)
-            )
-        )
-        ids[at] = output
-    shared = [len(prompt) + size - 1 for prompt, size in zip(prompts, row.num_tokens)]
-    assert sizes == [("whole", len(prompts[0]))] + [
-        ("rest", len(prompts[turn]) - shared[turn - 1]) for turn in (1, 2)
-    ]
-
-    tokens = torch.tensor([prompts[2]])
-    cuts = len(prompts[1])
-    full_cache = target.new_cache(1, tokens.shape[1])
-    split_cache = target.new_cache(1, tokens.shape[1])
-    expected = prefill(target, tokens, torch.tensor([tokens.shape[1]]), full_cache, ()).logits
-    prefill(target, tokens[:, :cuts], torch.tensor([cuts]), split_cache, ())
-    actual = extend(target, tokens[:, cuts:], split_cache).logits
-    assert (
-        expected is not None
-        and actual is not None
-        and full_cache.storage is not None
-        and split_cache.storage is not None
-    )
-    assert full_cache.longest == split_cache.longest == tokens.shape[1]
-    torch.testing.assert_close(actual, expected, atol=0.1, rtol=0.05)
-    torch.testing.assert_close(split_cache.storage, full_cache.storage, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.sweep(2, free=("change",))
@@ -354,9 +300,9 @@ def test_killed_processes_leave_the_set_of_a_single_process(
     answered: list[int] = []
 
     class CountingWriter(EngineWriter):
-        def _answer_batch(self, batch: list[Any]) -> Any:
+        def answer_batch(self, batch: list[Any]) -> Any:
             answered.extend(row.id for row in batch)
-            return super()._answer_batch(batch)
+            return super().answer_batch(batch)
 
     sampling = Sampling(**SHORT)
     Regeneration(shard_size=4).run(
@@ -373,8 +319,8 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> 
     """
 
     class TerminatedWriter(EngineWriter):
-        def _answer_batch(self, batch: list[Any]) -> Any:
-            yield from super()._answer_batch(batch)
+        def answer_batch(self, batch: list[Any]) -> Any:
+            yield from super().answer_batch(batch)
             if batch[0].id >= 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -442,7 +388,7 @@ def test_killed_before_the_journal_is_gone(
     sampling = Sampling(**SHORT)
 
     class UnusedWriter(EngineWriter):
-        def _answer_batch(self, batch: list[Any]) -> Any:
+        def answer_batch(self, batch: list[Any]) -> Any:
             raise AssertionError
 
     Regeneration(shard_size=4).run(

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from spectrain.trees.draft_choice import FIRST_COMPARISONS, TRIAL_ALLOWANCE, DraftChoice
-from spectrain.trees.time_ratios import TimeRatios
+from spectrain.trees.estimates import TimeRatios
 
 STEP = 0.02  # seconds of a plain step
 

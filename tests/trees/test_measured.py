@@ -13,11 +13,10 @@ from spectrain.trees import Auto
 from spectrain.trees.base import RoundPlan, RoundResult
 from spectrain.trees.copy_tree import CopyTree
 from spectrain.trees.draft_choice import ROUNDS_PER_READING
-from spectrain.trees.latency_aware import LatencyAwareBuilder
+from spectrain.trees.estimates import VerifyFit
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.round_costs import SETTLED_ROUNDS, RoundCosts
 from spectrain.trees.token_tree import TokenTree
-from spectrain.trees.verify_fit import VerifyFit
 from tests.installed import load_cases
 from tests.trees.tables import (
     ROWS,
@@ -89,9 +88,7 @@ CASES = load_cases(__name__)
     "name", [Auto, *CASES.get("test_measured_trees_have_a_valid_structure", ())]
 )
 @pytest.mark.parametrize("step, node", [(0.0, 0.0), (0.02, 0.03), (0.3, 0.3)])
-def test_measured_trees_have_a_valid_structure(
-    name: type[LatencyAwareBuilder], step: float, node: float
-) -> None:
+def test_measured_trees_have_a_valid_structure(name: type[Auto], step: float, node: float) -> None:
     """Trees are well formed, and equal rows have the tree that each has alone."""
 
     def make() -> Any:
@@ -102,7 +99,7 @@ def test_measured_trees_have_a_valid_structure(
 
 
 @pytest.mark.parametrize("name", [Auto, *CASES.get("test_untimed_builders_are_refused", ())])
-def test_untimed_builders_are_refused(name: type[LatencyAwareBuilder]) -> None:
+def test_untimed_builders_are_refused(name: type[Auto]) -> None:
     """A builder that nothing was timed for says so."""
     builder = name()
     with pytest.raises(UserError, match=f"tree={builder.name}: nothing is timed yet"):
@@ -112,7 +109,7 @@ def test_untimed_builders_are_refused(name: type[LatencyAwareBuilder]) -> None:
 @pytest.mark.parametrize(
     "name", [Auto, *CASES.get("test_level_costs_make_measured_trees_shallower", ())]
 )
-def test_level_costs_make_measured_trees_shallower(name: type[LatencyAwareBuilder]) -> None:
+def test_level_costs_make_measured_trees_shallower(name: type[Auto]) -> None:
     """Where layers keep a state, every level of a tree takes another step of theirs: the dearer,
     the shallower.
     """
@@ -232,7 +229,7 @@ def make_copies(chances: list[float]) -> Trie:
 
 @pytest.mark.parametrize("node", [0.001, 0.02, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("name", [Auto, *CASES.get("test_copies_are_verified_while_they_gain", ())])
-def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], node: float) -> None:
+def test_copies_are_verified_while_they_gain(name: type[Auto], node: float) -> None:
     """The size is the best by brute force (auto), or CAST's rule over the chances. Of mere weights
     auto takes the best by rates of ranks, and CAST everything."""
     builder = prepare_builder(name(depth=6, budget=7), 0.0, 1.0, node)

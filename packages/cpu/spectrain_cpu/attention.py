@@ -27,6 +27,7 @@ from spectrain.kernels.tree_attention import Visibility
 
 from .attention_heads import attend_head
 from .available import HEAD_STEP, has_cpu_kernels, working_memory
+from .row_limits import list_row_limits
 from .team import (
     call_part,
     count_members,
@@ -435,7 +436,7 @@ def attend_cached(
     memory = attention_memory(visibility, num_heads, keys.shape[2], head_size)
     team = (current_team().address, len(memory))
     scratch = (memory.data_ptr(), memory.stride(0) * memory.itemsize)
-    for row, (slots, mask, hidden) in enumerate(visibility.row_limits(window)):
+    for row, (slots, mask, hidden) in enumerate(list_row_limits(visibility, window)):
         first = slots.data_ptr()
         attend(
             queries[row].data_ptr(),

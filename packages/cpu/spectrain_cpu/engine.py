@@ -1,8 +1,10 @@
-"""What this package computes in place of a target's layers and an EAGLE drafter's layer."""
+"""What this package computes in place of a target's layers, of an EAGLE drafter's layer, and of
+the batches of a writer of answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from spectrain.models.accelerator import Accelerator, DrafterSteps
 from spectrain.models.forward_override import Forward
+from spectrain.models.threads import ThreadTuner
 
 from .available import are_kernels_loaded, has_cpu_kernels
 from .operations import AFTER_COPYING, AFTER_LAYERS, PREPARED
@@ -47,10 +50,29 @@ class CpuEngine(Accelerator):
 
         return fuse_forwards(decoder, layers, attend, tokens, arguments)
 
-    def runs_rows_alone(self, decoder: nn.Module, layers: nn.ModuleList, attend: Any) -> bool:
-        from .forwards import runs_rows_alone
+    def runs_texts_alone(self, target: Any) -> bool:
+        from .prompts import runs_texts_alone
 
-        return runs_rows_alone(decoder, layers, attend)
+        return runs_texts_alone(target)
+
+    def prefill_each(
+        self, target: Any, tokens: Tensor, lengths: Tensor, cache: Any, layers: tuple[Any, ...]
+    ) -> Any | None:
+        from .prompts import prefill_each
+
+        return prefill_each(target, tokens, lengths, cache, layers)
+
+    def write_answers(
+        self, writer: Any, shards: Iterable[Any], on_outcome: Callable[[Any, Any], None]
+    ) -> bool:
+        from .continuous_answers import write_continuously
+
+        return write_continuously(writer, shards, on_outcome)
+
+    def make_tuner(self, device: torch.device, trial_steps: int) -> ThreadTuner | None:
+        from .thread_tuner import make_tuner
+
+        return make_tuner(device, trial_steps)
 
     def drafter_steps(self, drafter: Any) -> DrafterSteps | None:
         from .eagle_steps import find_steps

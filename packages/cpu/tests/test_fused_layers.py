@@ -23,6 +23,7 @@ from spectrain.trees.token_tree import TokenTree
 from spectrain_cpu.available import has_cpu_kernels
 from spectrain_cpu.forwards import find_compiled, fuse_layers
 from spectrain_cpu.packed_product import PackedProduct
+from spectrain_cpu.prompts import runs_texts_alone
 from spectrain_cpu.rows import norm_lanes
 
 SIZE: dict[str, Any] = {
@@ -255,7 +256,7 @@ def test_prompts_of_a_batch_have_the_bits_of_each_alone() -> None:
     target = load_tiny("bfloat16")
     lengths = [20, 57, 3]
     target.pack_weights()
-    if not target.architecture.can_pool_texts(target):
+    if not runs_texts_alone(target):
         pytest.skip("no kernels run the layers here")
     prompts = torch.randint(3, 400, (3, 57), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

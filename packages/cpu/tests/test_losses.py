@@ -26,7 +26,7 @@ def test_cpu_kernels_equal_torch(own_mass: bool) -> None:
     expected = product.float()
     outputs = compare_logits(actual, target, weight, scale, True)
     wide = target._replace(products=target.products.float())
-    arguments = wide.products, None, None, weight, scale, None, True, *wide[1:]
+    arguments = wide.products, None, weight, scale, None, True, *wide[1:]
     torch.testing.assert_close(
         outputs, row_kl_reference(expected, *arguments), atol=1e-5, rtol=1e-5
     )

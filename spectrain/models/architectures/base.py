@@ -116,12 +116,6 @@ class Architecture(ABC):
         they can.
         """
 
-    def can_pool_texts(self, parts: ModelParts) -> bool:
-        """Return whether texts of different lengths run without padding, each with the bits that
-        it has alone.
-        """
-        return False
-
     @abstractmethod
     def set_attention(self, model: Any, implementation: str) -> None:
         """Make a model of this kind attend by an implementation that transformers has under this

@@ -11,7 +11,7 @@ count positions. Shapes: B batch, N new tokens, S key slots, H heads, P position
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -115,26 +115,22 @@ class Masked(Standard):
             }
             return args, kwargs | biases
 
-        handles = [
-            layer.register_forward_pre_hook(move_biases, with_kwargs=True)
-            for layer in layers
-            if self.bias_arguments
-        ]
         before = {module: module.bias for module in self.stored_masks}
-        _active_masks.append(visibility)
         if cache is not None:
             cache.returns_all_keys = True
-        try:
-            for module, reach in self.stored_masks.items():
-                mask = visibility.get_mask(reach.window)
-                module.bias = F.pad(mask, (0, 0, mask.shape[-1] - mask.shape[-2], 0))
-            yield
-        finally:
-            _active_masks.pop()
-            for module, bias in before.items():
-                module.bias = bias
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for layer in layers if self.bias_arguments else ():
+                hooks.enter_context(layer.register_forward_pre_hook(move_biases, with_kwargs=True))
+            _active_masks.append(visibility)
+            try:
+                for module, reach in self.stored_masks.items():
+                    mask = visibility.get_mask(reach.window)
+                    module.bias = F.pad(mask, (0, 0, mask.shape[-1] - mask.shape[-2], 0))
+                yield
+            finally:
+                _active_masks.pop()
+                for module, bias in before.items():
+                    module.bias = bias
 
     def capture_blocker(self, parts: ModelParts) -> str | None:
         reason = (
@@ -317,20 +313,18 @@ def _record_layer_call(probe: Probe, cache: KVRecorder) -> dict[str, Any]:
     parts = probe.parts
     arguments = dict[str, Any]()
     parts.config._attn_implementation = MASKED
-    layer = parts.layers[0]
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
-        ),
-        layer.register_forward_hook(lambda module, args, output: setattr(probe, "output", output)),
-    ]
+    record_arguments = parts.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
+    )
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=parts.device)
-    try:
-        with torch.no_grad(), explain_incompatibility(parts.name), record_masks() as probe.masks:
-            parts.decoder(input_ids=tokens, **probe.cache_arguments(cache))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        record_arguments,
+        probe.record_output(),
+        torch.no_grad(),
+        explain_incompatibility(parts.name),
+        record_masks() as probe.masks,
+    ):
+        parts.decoder(input_ids=tokens, **probe.cache_arguments(cache))
     return arguments
 
 

@@ -7,7 +7,7 @@ Shapes: T tokens, P probed positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,12 @@ class Probe:
         """The size of the tuple that a layer returns; 0 where it returns a tensor."""
         return len(self.output) if isinstance(self.output, tuple) else 0
 
+    def record_output(self) -> AbstractContextManager[Any]:
+        """Record the output of the first layer while the context is open."""
+        return self.parts.layers[0].register_forward_hook(
+            lambda module, args, output: setattr(self, "output", output)
+        )
+
     def cache_arguments(self, cache: Any) -> dict[str, Any]:
         """Return the arguments that give the decoder a cache; raise UserError where it has none
         for one.
@@ -69,29 +75,24 @@ def probe_target(parts: ModelParts) -> Probe:
     cached: dict[str, Any] = (
         probe.cache_arguments(recorder) if recorder.is_recurrent else {"use_cache": False}
     )
-    handles = [
-        layer.register_forward_pre_hook(lambda *given: probe.first_call.append(len(probe.calls)))
-        for layer in parts.layers
-    ]
-    handles.append(
-        parts.layers[0].register_forward_hook(
-            lambda module, args, output: setattr(probe, "output", output)
-        )
-    )
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=parts.device)
-    try:
-        with (
-            torch.no_grad(),
-            explain_incompatibility(parts.name),
-            record_masks() as probe.masks,
-            recorder.record_layers(parts.layers),
-        ):
-            probe.accepts_use_cache = _run_decoder(
-                parts, cached | {"input_ids": tokens, "calls": probe.calls}
+    with (
+        ExitStack() as hooks,
+        torch.no_grad(),
+        explain_incompatibility(parts.name),
+        record_masks() as probe.masks,
+        recorder.record_layers(parts.layers),
+    ):
+        for layer in parts.layers:
+            hooks.enter_context(
+                layer.register_forward_pre_hook(
+                    lambda *given: probe.first_call.append(len(probe.calls))
+                )
             )
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(probe.record_output())
+        probe.accepts_use_cache = _run_decoder(
+            parts, cached | {"input_ids": tokens, "calls": probe.calls}
+        )
     # Modules that several layers share have no layer index.
     if len(recorder.updated_layers) == len(probe.calls):
         probe.calls = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -288,15 +288,13 @@ class StateRecorder(DynamicCache):
     @contextmanager
     def record_layers(self, layers: nn.ModuleList) -> Iterator[None]:
         """Follow the modules of these layers while the context is open."""
-        handles = []
-        for module in layers.modules():
-            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave_module))
-        try:
+        with ExitStack() as hooks:
+            for module in layers.modules():
+                hooks.enter_context(
+                    module.register_forward_pre_hook(self._enter_module, with_kwargs=True)
+                )
+                hooks.enter_context(module.register_forward_hook(self._leave_module))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter_module(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -167,13 +167,6 @@ class Standard(Architecture):
             )
         return None
 
-    def can_pool_texts(self, parts: ModelParts) -> bool:
-        if parts.device.type != "cpu" or self.output_tuple_size or self.kv_shapes is not None:
-            return False
-        return self.attention_ranges is None and accelerator().runs_rows_alone(
-            parts.decoder, parts.layers, layer_attention
-        )
-
     def set_attention(self, model: Any, implementation: str) -> None:
         model.set_attn_implementation(attn_implementation_for(model.config, implementation))
 

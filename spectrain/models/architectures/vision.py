@@ -9,7 +9,6 @@ planes of positions.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spectrain.data.image_processor import ModelInputs, get_images
 from spectrain.errors import UserError
-from spectrain.models.cache_arguments import CACHE_ARGUMENTS
+from spectrain.models.cache_arguments import CACHE_ARGUMENTS, accepts_argument
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.masks import RequestedMask, record_masks
 from spectrain.models.model_parts import ModelParts
@@ -183,11 +182,7 @@ def _capture_call(
 
 def _vision_model(model: Any) -> Any:
     """Return the part of a model that reads pixels, without the output layer where possible."""
-    return (
-        model.base_model
-        if "pixel_values" in inspect.signature(model.base_model.forward).parameters
-        else model
-    )
+    return model.base_model if accepts_argument(model.base_model, "pixel_values") else model
 
 
 def _bidirectional_masks(

@@ -8,9 +8,9 @@ from spectrain.copying.trie import Trie
 from spectrain.trees.base import Prefix, check_settings
 from spectrain.trees.copy_tree import are_calibrated, chances_by_depth
 from spectrain.trees.growing import GrowingTree
-from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
+from spectrain_research.shared.latency_aware import LatencyAwareBuilder
 
 
 class Cast(LatencyAwareBuilder):

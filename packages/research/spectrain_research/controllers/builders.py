@@ -19,8 +19,8 @@ from torch import Tensor
 from spectrain.trees.base import Prefix, RoundResult, check_settings
 from spectrain.trees.chain import Chain
 from spectrain.trees.growing import GrowingTree
-from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.token_tree import Children
+from spectrain_research.shared.latency_aware import LatencyAwareBuilder
 from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 

@@ -17,9 +17,9 @@ from spectrain.files import write_text
 from spectrain.trees.base import Prefix, RoundResult, check_settings
 from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import GrowingTree
-from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
+from spectrain_research.shared.latency_aware import LatencyAwareBuilder
 from spectrain_research.shared.learning_builder import LearnsFromTrees
 
 from .builders import Episode, ridge_regression

@@ -44,9 +44,6 @@ class EncoderDecoder(Standard):
     def capture_blocker(self, parts: ModelParts) -> str | None:
         return f"target {parts.name} has an encoder, whose sources differ in length"
 
-    def can_pool_texts(self, parts: ModelParts) -> bool:
-        return False
-
     def set_attention(self, model: Any, implementation: str) -> None:
         model.model.set_attn_implementation(implementation)
 

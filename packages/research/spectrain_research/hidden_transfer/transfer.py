@@ -73,7 +73,7 @@ def transfer_states(
             return (flat.view_as(hidden), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": flat.view_as(hidden)}
 
-    target.check_single_stream()
+    target.architecture.check_single_stream(target.name)
     handle = target.layers[layer].register_forward_pre_hook(
         replace_states, with_kwargs=True, prepend=True
     )

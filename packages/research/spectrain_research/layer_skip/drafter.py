@@ -19,6 +19,7 @@ from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, SkippedLayer, Sublayer
 from spectrain.trees.rollout import Draft
+from spectrain_research.shared.rewinding import rewind_tokens
 
 from .gaussian import search_halves
 from .sets import (
@@ -189,7 +190,7 @@ def measure_agreement(context: Context, skipped: Collection[SkippedLayer], size:
     steps = torch.arange(size + 1, device=context.tokens.device)
     # [B, W + 1] the root the last
     tokens = context.tokens.gather(1, context.lengths[:, None] - size + steps)
-    with context.cache.rewind_tokens(size):
+    with rewind_tokens(context.cache, size):
         plan = ForwardPlan(logits=True, cache=context.cache, span=LayerSpan(skipped=skipped))
         logits = context.target.run(tokens[:, :-1], plan).logits
     assert logits is not None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from spectrain.models.cache_layer import storage_dtype
 from spectrain.models.device import forward_weights
+from spectrain.models.kv_cache import storage_dtype
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -48,6 +48,7 @@ from spectrain_research.less_cache.retrieval_selectors import ClusterSelector, S
 from spectrain_research.less_cache.steps import CopyGuesser, Guesser, HelperGuesser, SelfSteps
 from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nesting import LargerBuilder, build_nestable
+from spectrain_research.shared.rewinding import rewind_tokens
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -344,7 +345,7 @@ class SelfDraft(Drafter):
         cache = context.cache
         steps = torch.arange(count, device=context.tokens.device)
         tokens = context.tokens.gather(1, context.lengths[:, None] - count + steps)
-        with cache.rewind_tokens(count), hook_cache(cache, query_observer=self.queries):
+        with rewind_tokens(cache, count), hook_cache(cache, query_observer=self.queries):
             context.target.run(tokens, ForwardPlan(cache=cache))
         path = steps.expand(len(tokens), -1)
         self.queries.commit(path, torch.full_like(context.lengths, count))

@@ -16,8 +16,8 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.base import TreeBuilder
+from spectrain.trees.estimates import RunningMean
 from spectrain.trees.rollout import Draft
-from spectrain.trees.running_mean import RunningMean
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 if TYPE_CHECKING:

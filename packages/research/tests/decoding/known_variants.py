@@ -18,7 +18,6 @@ from packages.research.tests.decoding.union_of_tables import UnionOfTables
 from spectrain.decoding.acceptance import Match, SamplingRule
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
-from spectrain.decoding.continuous import ContinuousBatch, RunningText
 from spectrain.decoding.generation import no_callback, run_to_end
 from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_request
 from spectrain.decoding.selective import plan_rounds
@@ -143,24 +142,6 @@ def decode_selectively(batch: Batch) -> Outputs:
     runner = EagerRunner(batch.target, batch.rule, batch.drafter, batch.builder)
     plan_rounds(runner, request)
     return outputs_of(run_to_end(decode_steps(runner, request), no_callback), batch.length)
-
-
-def decode_continuously(batch: Batch) -> Outputs:
-    """Let prompts join a running batch one after another; every other one begins with the tokens
-    of a finished text.
-    """
-    slots = 6 * (len(batch.prompt) + batch.length)
-    running = ContinuousBatch(batch.target, batch.rule, batch.length, slots)
-    texts = list[RunningText]()
-    waiting = list(batch.keys)
-    while waiting or running.texts:
-        if waiting and running.has_room(batch.prompt):
-            key = waiting.pop(0)
-            prefix = texts[-8].prefix if key % 2 and len(texts) >= 8 else None
-            texts.append(running.add(batch.prompt, key, prefix))
-        if running.texts:
-            running.step()
-    return outputs_of([text.generation for text in texts], batch.length)
 
 
 class TimedPolicy(MeasuredPolicy):
@@ -303,17 +284,6 @@ RESUMED = [
     Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts)
     for name, rule, builder in (*CORE, *RULES[-2:])
 ]
-CONTINUOUS = [
-    Case(
-        "match, continuous batch",
-        Match,
-        lambda seed: None,
-        prompt=REPEATING,
-        decode=decode_continuously,
-        dtype=torch.bfloat16,
-    )
-]
-
 VARIANTS = [
     *SHAPED,
     *LONG,
@@ -323,7 +293,6 @@ VARIANTS = [
     *WINDOWS,
     *CAPTURED,
     *RESUMED,
-    *CONTINUOUS,
 ]
 
 

@@ -140,7 +140,7 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
     builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
     # The times above are not this machine's: the choice of plain steps would be one by chance, and
     # so would new timing.
-    builder.round_policy._untimed_sizes = lambda *_: []  # type: ignore[method-assign]
+    builder.round_policy.refresh_times = lambda *_: None  # type: ignore[method-assign]
     builder.round_policy.costs.choice.should_draft = lambda *_: (
         builder.round_policy.num_rounds % 4 > 0
     )  # type: ignore[method-assign]

@@ -2,8 +2,8 @@
 with its last token.
 
 It serves decoding without a drafter, where kernels run texts of different lengths without padding
-and a text has the bits that it has alone (`Target.can_pool_texts`). Prompts run one by one, as they
-do alone. Shapes: B texts, V vocabulary.
+and a text has the bits that it has alone (`prompts.runs_texts_alone`). Prompts run one by one, as
+they do alone. Shapes: B texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.models.pooled_cache import PooledCache
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.generation import Generation
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
 from spectrain.trees.token_tree import TokenTree
 
-from .acceptance import AcceptanceRule
-from .generation import Generation
+from .pooled_cache import PooledCache, fill_slots
+from .prompts import extend_text
 
 STEP_WORK = 9
 """Texts whose rows cost as much as the weights that every step reads (SmolLM2-135M)."""
@@ -93,8 +94,8 @@ class ContinuousBatch:
         lengths = torch.tensor([len(prompt)])
         num_shared = 0 if prefix is None else prefix.count_shared(prompt)
         if prefix is not None and num_shared:
-            cache.fill_slots(prefix.keys_values[:, :, :num_shared])
-            features = self.target.extend(torch.tensor([prompt[num_shared:]]), cache)
+            fill_slots(cache, prefix.keys_values[:, :, :num_shared])
+            features = extend_text(self.target, torch.tensor([prompt[num_shared:]]), cache)
         else:
             features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
         assert features.logits is not None

@@ -5,28 +5,39 @@ answer is finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from spectrain.data.image_processor import have_images
-from spectrain.data.messages import Conversation
-from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
-from spectrain.decoding.continuous import ContinuousBatch, RunningText, TextPrefix
-from spectrain.decoding.generation import Generation
+from spectrain.data.shards import FailedRow, Row, Shard
 from spectrain.errors import UserError
+from spectrain.regeneration.chat_progress import AnswerError, ChatProgress
+from spectrain.regeneration.writers import EngineWriter, OutcomeCallback
 
-from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
-from .sampling import Sampling
+from .continuous_batch import ContinuousBatch, RunningText, TextPrefix
+from .prompts import runs_texts_alone
 
 
-@dataclass(frozen=True)
-class AnswerSteps:
-    """What turns a conversation into a prompt, and generated tokens into an answer."""
-
-    make_prompt: Callable[[Conversation], list[int]]
-    parse: Callable[[ChatProgress, list[int], Generation], GeneratedAnswer]
-    # Answers a conversation by itself, also one that the batch cannot take or that failed in it.
-    answer_alone: Callable[[PendingRow], Iterable[Row | FailedRow]]
+def write_continuously(
+    writer: EngineWriter, shards: Iterable[Shard], on_outcome: OutcomeCallback
+) -> bool:
+    """Answer the conversations of a writer by continuous batching; return False where its target
+    cannot: with a drafter, with captured rounds, or where a text depends on the others.
+    """
+    session = writer.session
+    if session.drafter is not None or session.eager_reason is None:
+        return False
+    if not runs_texts_alone(writer.target):
+        return False
+    batch = ContinuousBatch(
+        writer.target,
+        session.rule,
+        writer.sampling.max_new_tokens,
+        writer.batch_tokens,
+        session.threads,
+    )
+    ContinuousAnswers(batch, writer, on_outcome).write_answers(shards)
+    return True
 
 
 @dataclass(frozen=True)
@@ -46,14 +57,14 @@ class ContinuousAnswers:
     def __init__(
         self,
         batch: ContinuousBatch,
-        sampling: Sampling,
-        steps: AnswerSteps,
+        # Makes prompts and reads answers; it also answers a conversation by itself that the batch
+        # cannot take or that failed in it.
+        writer: EngineWriter,
         # Receives each conversation once it is answered or has failed.
-        on_outcome: Callable[[Shard, Row | FailedRow], None],
+        on_outcome: OutcomeCallback,
     ) -> None:
         self.batch = batch
-        self.sampling = sampling
-        self.steps = steps
+        self.writer = writer
         self.on_outcome = on_outcome
         self.waiting: deque[PendingAnswer] = deque()
         self.running: list[tuple[RunningText, PendingAnswer]] = []
@@ -77,7 +88,7 @@ class ContinuousAnswers:
     ) -> Iterator[tuple[Shard, ChatProgress]]:
         for shard in shards:
             for pending in shard.unanswered_rows:
-                yield shard, ChatProgress(pending, self.sampling)
+                yield shard, ChatProgress(pending, self.writer.sampling)
 
     def _wait_for_next(self, conversations: Iterator[tuple[Shard, ChatProgress]]) -> bool:
         """Have an answer wait where any is left; return whether one waits."""
@@ -99,7 +110,7 @@ class ContinuousAnswers:
                 outcome = chat.finished_row
             else:
                 self.waiting.append(
-                    PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix)
+                    PendingAnswer(shard, chat, self.writer.make_prompt(conversation), prefix)
                 )
         except AnswerError as error:
             outcome = error.to_failed_row(chat.pending)
@@ -154,7 +165,7 @@ class ContinuousAnswers:
     def _finish(self, answer: PendingAnswer, text: RunningText) -> None:
         chat = answer.chat
         try:
-            chat.add_answer(self.steps.parse(chat, answer.prompt, text.generation))
+            chat.add_answer(self.writer.read_answer(chat, answer.prompt, text.generation))
         except AnswerError as error:
             self.on_outcome(answer.shard, error.to_failed_row(chat.pending))
         except Exception:  # whatever a tokenizer can raise
@@ -163,5 +174,5 @@ class ContinuousAnswers:
             self._advance(answer.shard, chat, text.prefix)
 
     def _answer_alone(self, answer: PendingAnswer) -> None:
-        for outcome in self.steps.answer_alone(answer.chat.pending):
+        for outcome in self.writer.answer_batch([answer.chat.pending]):
             self.on_outcome(answer.shard, outcome)

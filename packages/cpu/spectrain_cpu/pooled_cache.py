@@ -1,12 +1,13 @@
 """A cache for texts that join and leave while others are decoded. Shapes: B texts, P slots of the
-pool, the others as in kv_cache.py."""
+pool, the others as in the core's kv_cache.py.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .kv_cache import TreeCache
+from spectrain.models.kv_cache import TreeCache
 
 
 class PooledCache(TreeCache):
@@ -69,3 +70,12 @@ class PooledCache(TreeCache):
         self.longest = int(lengths.max()) if len(lengths) else 0
         self.starts = torch.tensor([segment.start for segment in self.segments], dtype=torch.int64)
         self.is_empty = False
+
+
+def fill_slots(cache: TreeCache, keys_values: Tensor) -> None:
+    """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one row."""
+    _, _, length, num_heads, size = keys_values.shape
+    slots = cache.lend_storage(length, num_heads, size, keys_values.dtype)
+    slots[:, :, 0, :length] = keys_values
+    cache.add_uncommitted(length)
+    cache.commit(None, torch.full_like(cache.lengths, length))

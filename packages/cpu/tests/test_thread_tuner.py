@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from spectrain.models import threads
-from spectrain.models.threads import ChangeCounter, ThreadTuner
+from spectrain.models.threads import PERSONAL_VARIABLES
+from spectrain_cpu import thread_tuner
+from spectrain_cpu.thread_tuner import ChangeCounter, TimedThreadTuner
 
 
 @pytest.fixture
@@ -24,17 +25,17 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make_pair(
     clock: list[float], is_free: Callable[[], bool] = lambda: True
-) -> tuple[ThreadTuner, ThreadTuner]:
+) -> tuple[TimedThreadTuner, TimedThreadTuner]:
     counter = ChangeCounter()
     plain, drafted = (
-        ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0], free_core=is_free)
+        TimedThreadTuner((1, 2), counter=counter, clock=lambda: clock[0], free_core=is_free)
         for _ in range(2)
     )
     return plain, drafted
 
 
 def run_steps(
-    tuner: ThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]
+    tuner: TimedThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]
 ) -> list[int]:
     """Run steps that take `seconds` of the count; return the counts."""
     counts = []
@@ -68,7 +69,7 @@ def test_trial_goes_forwards_and_backwards_and_chooses_the_fastest(settings: lis
 
 def test_steps_of_two_kinds_that_alternate_are_shared_alike(settings: list[int]) -> None:
     """A round with a draft takes half as long again as the plain step after it."""
-    tuner = ThreadTuner((1, 2), counter=ChangeCounter())
+    tuner = TimedThreadTuner((1, 2), counter=ChangeCounter())
     steps = list[tuple[int, float]]()
     while not tuner.is_chosen:
         tuner.set_threads()
@@ -85,7 +86,7 @@ def test_margin_keeps_the_current_count(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
     run_steps(tuner, 16, idle_seconds, clock)
-    clock[0] += threads.LONGEST_PAUSE
+    clock[0] += thread_tuner.LONGEST_PAUSE
     run_steps(tuner, 8, lambda threads: 0.97 if threads == 1 else 1.0, clock)
     assert tuner.chosen == 2 and tuner.seconds == {1: 0.97, 2: 1.0}
 
@@ -102,7 +103,7 @@ def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
     """
     settings[0], clock = 64, [0.0]
     counts = (1, 2, 4, 8, 16, 32, 64)
-    tuner = ThreadTuner(counts, 2, ChangeCounter(), lambda: clock[0], lambda: True)
+    tuner = TimedThreadTuner(counts, 2, ChangeCounter(), lambda: clock[0], lambda: True)
     # The time of what one thread does alone is added.
     assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [
         64,
@@ -117,7 +118,7 @@ def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
         64,
     ]
     assert tuner.chosen == 64 and [*tuner.seconds] == [64, 32, 16]
-    assert tuner.pause == threads.PAUSE_PER_TRIAL * clock[0]
+    assert tuner.pause == thread_tuner.PAUSE_PER_TRIAL * clock[0]
 
 
 def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]) -> None:
@@ -154,14 +155,14 @@ def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
         and len(gaps) >= 1
         and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
     )
-    clock[0], free[0] = clock[0] + threads.LONGEST_PAUSE, False
+    clock[0], free[0] = clock[0] + thread_tuner.LONGEST_PAUSE, False
     assert run_steps(tuner, 8, idle_seconds, clock) == [1] * 8
     free[0] = True
     assert run_steps(tuner, 9, idle_seconds, clock) == [1, 2, 2, 1, 1, 2, 2, 1, 2]
 
 
 def test_work_scales_the_time(settings: list[int]) -> None:
-    tuner = ThreadTuner((1, 2), counter=ChangeCounter())
+    tuner = TimedThreadTuner((1, 2), counter=ChangeCounter())
     for work in range(1, 20):
         tuner.set_threads()
         tuner.record_step(work * idle_seconds(torch.get_num_threads()), work)
@@ -175,8 +176,8 @@ def test_environment_is_respected(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    for name in threads.PERSONAL_VARIABLES:
+    for name in PERSONAL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert threads.candidate_counts.__wrapped__() == expected
+    assert thread_tuner.candidate_counts.__wrapped__() == expected

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from spectrain.errors import UserError
-
-from .base import TreeBuilder, TreeTraits
-from .measurements import Calibration, Latency
-
-CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
+from spectrain.trees.base import TreeBuilder, TreeTraits
+from spectrain.trees.measured_policy import CONTEXT_STRIDE
+from spectrain.trees.measurements import Calibration, Latency
 
 
 class LatencyAwareBuilder(TreeBuilder):
