@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -27,9 +28,6 @@ from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Causal(Drafter):

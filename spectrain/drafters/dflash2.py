@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,12 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
-
-if TYPE_CHECKING:
-    from .step_cost import BatchShape, StepCost
-from spectrain.models.target import Target
+from .step_cost import BatchShape, StepCost
 
 
 class BlockConvolution(nn.Module):

@@ -8,7 +8,7 @@ head, V draft vocabulary, R judged drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,12 @@ from spectrain.config.values import NotNegative, Share, Steps, Width
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, CombinedLoss, LowRankDrafter
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Kind = Literal["vanilla", "gated", "rnn"]
 

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,13 +29,11 @@ from spectrain.kernels.linear_divergence import (
 )
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
 from .step_cost import BatchShape, Judged, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Curriculum = Literal["rotational", "gradual", "all"]
 

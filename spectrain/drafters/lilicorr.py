@@ -9,7 +9,6 @@ nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,12 @@ from spectrain.drafters.layers.candidates import CandidateRollout, candidate_log
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout
 
 from .base import Losses
 from .context import Context
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 NUM_FEATURES = 5
 

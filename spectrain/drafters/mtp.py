@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
 from spectrain.trees.rollout import Draft
 
@@ -35,9 +36,6 @@ from .base import Losses, TrainingState
 from .capabilities import ContextParallel, SavedFiles
 from .context import Context
 from .layers.unrolled_attention import unrolled_attention
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Mtp(FeatureLayerDrafter):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.rollout import Draft, MarginalRollout
 
@@ -39,10 +40,6 @@ from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, OnePassCost, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 
 FEATURE_SCALE = 0.02  # factor of projected features, which are added to embeddings (PARD-2)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear, WeightBlock
 from spectrain.trees.rollout import Draft, Rollout
 
@@ -57,9 +58,6 @@ from .target_kind import (
     layer_changes,
 )
 from .vocabulary import Supervision, VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Rope = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
 from .fused_input import FusedInput, choose_fused_layers, make_embedding
@@ -46,9 +47,6 @@ from .target_kind import (
     layer_changes,
 )
 from .vocabulary import VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 NORM_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
 EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,13 +17,11 @@ from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.token_tree import AcceptedPath
 
 from ..step_cost import BatchShape, Judged, Run, StepCost
 from .vocabulary import Supervision, VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,9 @@ from spectrain.kernels.linear_divergence import restrict_target
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 
+from .eagle_unrolled import UnrolledEagle
 from .layers import final_norm_scale, init_self_attention
 from .vocabulary import shift_labels
-
-if TYPE_CHECKING:
-    from .eagle_unrolled import UnrolledEagle
 
 # Size of the residual stream relative to a state of the target. It is about the size of the
 # predictions, so that a later draft step, which reads a prediction, finds what the first one finds.

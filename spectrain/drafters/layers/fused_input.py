@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
+from spectrain.models.head import Head
+from spectrain.models.target import Target
 
 
 def choose_fused_layers(

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
 from spectrain.randomness import NOISE, sequence_generator
 
 from ..step_cost import BatchShape, Judged, Run, StepCost
@@ -30,9 +30,6 @@ from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, p
 from .losses import LossName, TargetLogProbs, head_loss
 from .mask_drafter import MaskDrafter, Strategy
 from .masks import MaskBlocks, add_blocks, replace_embeddings, sample_prefixes, tile_prefixes
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

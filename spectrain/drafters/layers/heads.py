@@ -5,17 +5,12 @@ Shapes: B batch, T tokens, R rows, D target width, K heads or slots, V draft voc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import ResBlock
 from .output_layer import make_output_layer, project_down
-
-if TYPE_CHECKING:
-    pass
 
 
 class MedusaHead(nn.Module):

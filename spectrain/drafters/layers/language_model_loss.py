@@ -4,19 +4,15 @@ supervised rows, D target width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 
 from .losses import TargetLogProbs, head_loss
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 def language_model_loss(

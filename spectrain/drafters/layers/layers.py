@@ -5,7 +5,7 @@ head size, W width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,11 @@ from spectrain.errors import UserError, first_line
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.limits import max_text_length
 from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
-
-if TYPE_CHECKING:
-    from spectrain.models.kv_cache import TreeCache
-    from spectrain.models.target import Target
-
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries [B, H, T, D], keys and values [B, K, T, D]) -> attention outputs [B, H, T, D]."""

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from spectrain.drafters.context import Context
 from spectrain.kernels import counter
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.head import Head
+from spectrain.models.target import Target
 from spectrain.randomness import NOISE
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft, Rollout
@@ -34,10 +36,6 @@ from .tree_masks import (
     mask_rows,
     parallel_chains_mask,
 )
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
 
 Strategy = Literal["quadratic", "linear", "apart"]
 

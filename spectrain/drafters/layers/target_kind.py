@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H heads, D size of a head's queries and keys, E of it
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
 from .layers import LAYER_KEYS, Attention, apply_rotary
 from .target_layer import TargetLayer
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 KIND_VARIANTS = ("latent_attention", "experts")
 """Keys of an architecture that name parts of the target's kind in place of Llama's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,12 +22,10 @@ from spectrain.models.cache_arguments import cache_argument
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.model_parts import layer_list_name
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
 from .layers import append_and_attend
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 """(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T,

@@ -5,17 +5,13 @@ Shapes: B batch, N nodes, H hosts, K masks per host, D target width, V vocabular
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.models.head import Head
 from spectrain.trees.rollout import DepthRollout, gather_by_depth
 from spectrain.trees.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
 
 
 def append_masks(
