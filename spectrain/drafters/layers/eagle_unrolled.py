@@ -12,18 +12,16 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses, TrainingState
-from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.token_tree import AcceptedPath
 
 from ..step_cost import BatchShape, Run, StepCost
 from .eagle_layers import EagleDrafter
 from .layers import Attention
+from .state_rollout import StateDrafter
 from .unrolled_attention import unrolled_attention
 from .vocabulary import Supervision
 from .window_rows import WindowRows
@@ -31,7 +29,7 @@ from .window_rows import WindowRows
 LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values per layer
 
 
-class UnrolledEagle(EagleDrafter):
+class UnrolledEagle(EagleDrafter, StateDrafter):
     """A drafter whose draft steps read the states of earlier steps, in training as in decoding."""
 
     # Loss weight of each draft step relative to the step before it.
@@ -159,28 +157,3 @@ class UnrolledEagle(EagleDrafter):
         """
         head_inputs = [self.head_inputs(state) for state in states]
         return supervision.judge_steps(head_inputs, self.lm_head, self.step_decay, self.num_steps)
-
-    # Decoding
-
-    def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
-        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and
-        the drafter's cache.
-        """
-        self.cache = context.drafting_cache(
-            self.cache, self.num_layers, context.builder.max_drafted
-        )
-        num_new = context.new_features.tokens.shape[1]
-        output = self.run(
-            context.next_tokens,
-            self.fuse_features(context.new_features),
-            self.cache.next_slots(num_new),
-            self.cache,
-            None,
-        )
-        self.cache.commit(None, context.num_new)
-        return context.last_state(output), self.cache
-
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Remove the draft's uncommitted entries from the cache."""
-        assert self.cache is not None
-        self.cache.roll_back()

@@ -150,9 +150,22 @@ class Attention(WeightBlock):
         """Return the linears that read the inputs."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
-    def init_self(self) -> None:
-        """Let heads attend to their own position at first."""
-        init_self_attention(self)
+    @torch.no_grad()
+    def init_self(self, strength: float = 1.2) -> None:
+        """Initialise half of the query heads of every key head as that key head, so that positions
+        attend to themselves.
+
+        A drafter learns the token of a position only through attention, and heads that start at
+        random give it one part in T. Over normed inputs the scaled product of a query and its own
+        key is about strength^2 * sqrt(head_dim); other products deviate from 0 by strength^2. The
+        other query heads stay random.
+        """
+        nn.init.normal_(self.k_proj.weight, std=strength / self.k_proj.in_features**0.5)
+        queries, keys = (
+            linear.weight.unflatten(0, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj)
+        )
+        shared = len(queries) // len(keys)
+        queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
 
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
@@ -200,16 +213,11 @@ class Attention(WeightBlock):
         itself. With a window, the caller sets the new nodes' positions on the cache first
         (`set_positions`).
         """
-        batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.write(layer, k, v)
             return self.attend_causal(q, k, v)
         if visible is None:
-            visible = (
-                torch.ones(length, length, dtype=torch.bool, device=q.device)
-                .tril()
-                .expand(batch, -1, -1)
-            )
+            visible = causal_visibility(q)
         return self.project_output(
             append_and_attend(
                 q,
@@ -222,6 +230,15 @@ class Attention(WeightBlock):
                 cache.positions,
             )
         )
+
+
+def causal_visibility(q: Tensor) -> Tensor:
+    """Return [B, T, T] bool, which lets each of the new tokens of queries [B, H, T, D] see those up
+    to itself.
+    """
+    batch, _, length, _ = q.shape
+    ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+    return ones.tril().expand(batch, -1, -1)
 
 
 def append_and_attend(
@@ -333,25 +350,6 @@ def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
     scale = final_norm_scale(target)
     if scale is not None:
         norm.weight.copy_(scale)
-
-
-@torch.no_grad()
-def init_self_attention(attention: Attention, strength: float = 1.2) -> None:
-    """Initialise half of the query heads of every key head as that key head, so that positions
-    attend to themselves.
-
-    A drafter learns the token of a position only through attention, and heads that start at random
-    give it one part in T. Over normed inputs the scaled product of a query and its own key is about
-    strength^2 * sqrt(head_dim); other products deviate from 0 by strength^2. The other query heads
-    stay random.
-    """
-    nn.init.normal_(attention.k_proj.weight, std=strength / attention.k_proj.in_features**0.5)
-    queries, keys = (
-        linear.weight.unflatten(0, (-1, attention.head_dim))
-        for linear in (attention.q_proj, attention.k_proj)
-    )
-    shared = len(queries) // len(keys)
-    queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class LatentAttention(Attention):
         first = self.q_proj if self.query_rank is None else self.q_a_proj
         return [first, self.kv_a_proj_with_mqa]
 
-    def init_self(self) -> None:
+    def init_self(self, strength: float = 1.2) -> None:
         """Leave the weights random: no linear gives the keys alone."""
 
     def _rotate_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ from spectrain.models.model_parts import layer_list_name
 from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .layers import append_and_attend
+from .layers import append_and_attend, causal_visibility
 
 TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 """(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T,
@@ -141,8 +141,8 @@ def make_cached_attention(
     """Make the decoding attention of one layer: it appends to the cache, and attends to committed
     tokens and to nodes.
 
-    `visible` [B, T, M] says which nodes each token sees; None, for an empty cache, means the new
-    tokens up to itself. `positions` [B, M] are those of the appended nodes.
+    `visible` [B, T, M] says which nodes each token sees; None means the new tokens up to itself.
+    `positions` [B, M] are those of the appended nodes.
     """
 
     def attends(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -153,11 +153,12 @@ def make_cached_attention(
         )
         # The cache needs keys as wide as values.
         q, k, v = (F.pad(part, (0, size - part.shape[-1])) for part in (q, k, v))
-        if visible is None:
+        if visible is None and cache.is_empty:
             cache.write(0, k, v)
             outputs = causal_attention(q, k, v, None, options)
         else:
-            outputs = append_and_attend(q, k, v, cache, visible, 0, options, positions)
+            sees = causal_visibility(q) if visible is None else visible
+            outputs = append_and_attend(q, k, v, cache, sees, 0, options, positions)
         return outputs[..., :value_size]
 
     return attends
