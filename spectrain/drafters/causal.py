@@ -1,7 +1,8 @@
 """A separate small causal LM as drafter, distilled from the target (GKD, Agarwal et al., 2024;
 DistillSpec, Zhou et al., 2024).
 
-Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
+Shapes: B batch, T tokens, V vocabulary, R supervised rows, W width of the drafter's state, F
+frontier nodes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from spectrain.drafters.layers.losses import LossName, head_loss
+from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
 from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
-from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.kernels.linear_divergence import HeadTarget, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
@@ -28,6 +29,54 @@ from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
+
+# loss weight of a rejected token relative to an accepted one: the paper's best
+REJECTION_WEIGHT = 6.0
+
+
+class StopHead(nn.Module):
+    """SpecDec++'s head (Huang et al., 2024, section 3.2): `num_layers` residual blocks h + SiLU(W
+    h) and a linear layer.
+
+    The paper predicts the acceptance of a drawn token. This head predicts alpha = sum_v min(p(v),
+    q(v)), the probability that a token drawn from q is accepted, before the draw. So every token
+    that a stopped chain has drawn is verified.
+    """
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        if num_layers < 0:
+            raise UserError(
+                f"drafter.stop_head={num_layers}: use 0 for a linear head, or the number of its "
+                "hidden layers"
+            )
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.output = nn.Linear(width, 1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the logit [..] of the acceptance probability of states [.., W]."""
+        states = states.to(self.output.weight.dtype)
+        for layer in self.layers:
+            states = states + F.silu(layer(states))
+        return self.output(states)[..., 0]
+
+    def loss(
+        self, states: Tensor, drafter_log_probs: HeadTarget, target_log_probs: HeadTarget
+    ) -> Tensor:
+        """Return the summed loss -alpha log c - REJECTION_WEIGHT (1 - alpha) log(1 - c) of states
+        [R, W], which get no gradient."""
+        alpha = torch.cat(
+            [
+                acceptance_rate(target_log_probs(rows), drafter_log_probs(rows))
+                for rows in [*split_rows(len(states))] or [slice(0, 0)]
+            ]
+        )
+        logits = self(states.detach())
+        return (
+            -alpha * F.logsigmoid(logits) - REJECTION_WEIGHT * (1 - alpha) * F.logsigmoid(-logits)
+        ).sum()
 
 
 class Causal(Drafter):

@@ -240,7 +240,7 @@ class _Selected(CandidateRollout):
     """Drafts one round: a node's children are its slot's candidates, ranked by its own token."""
 
     def __init__(self, drafter: DFlash2, root: Tensor, states: Tensor) -> None:
-        logits = drafter.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
+        logits = drafter.head.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
         self.unary, candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
         super().__init__(root, candidates, drafter.draft_ids)
         self.drafter, self.states = drafter, states  # [B, K, W]

@@ -130,11 +130,9 @@ class DSpark(LowRankDrafter):
         super().__init__(target, config)
         # The target's mass outside the draft vocabulary counts as rejected.
         self.divergence = "total_variation"
-        self.ce, self.tv, self.confidence_threshold = (
-            config.ce,
-            config.tv,
-            config.confidence_threshold,
-        )
+        self.ce = config.ce
+        self.tv = config.tv
+        self.confidence_threshold = config.confidence_threshold
         self.markov = MarkovHead(
             config.markov_head, target.head.vocab_size, len(self.d2t), config.rank, target.width
         )

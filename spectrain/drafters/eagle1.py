@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import NotNegative, Seed, Share, Steps
-from spectrain.drafters.layers.eagle_layers import check_architecture
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
 from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, top_k_loss
+from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -100,11 +100,9 @@ class Eagle1(FeatureLayerDrafter):
         self.divergence = loss
         self.step_decay = step_decay
         self.detach = detach
-        self.regression_weight, self.token_weight, self.top_k_weight = (
-            regression_weight,
-            token_weight,
-            top_k_weight,
-        )
+        self.regression_weight = regression_weight
+        self.token_weight = token_weight
+        self.top_k_weight = top_k_weight
         self.noise, self.start, self.seed = noise, start, seed
         self.use_target_vocabulary(target)
         self.fc = BlockLinear(2 * target.width, target.width, bias=bias)

@@ -101,11 +101,9 @@ class Medusa(HeadsDrafter):
             )
         self.divergence = loss
         self.head_decay = head_decay
-        self.heads_first, self.heads_coefficient, self.schedule = (
-            heads_first,
-            heads_coefficient,
-            schedule,
-        )
+        self.heads_first = heads_first
+        self.heads_coefficient = heads_coefficient
+        self.schedule = schedule
         self.self_distillation, self.target_lr_scale = self_distillation, target_lr_scale
         self.target_training = None if adapt is None else TargetTraining(adapt, rank, alpha)
         self.capabilities = replace(self.capabilities, target_training=self.target_training)

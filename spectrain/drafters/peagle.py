@@ -21,11 +21,11 @@ from spectrain.drafters.layers.eagle_layers import (
     NORM_VARIANTS,
     EagleDrafter,
     EagleSettings,
-    check_architecture,
 )
 from spectrain.drafters.layers.layers import Attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
+from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch

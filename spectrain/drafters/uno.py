@@ -34,6 +34,3 @@ class Uno(GatedMasks):
 
     def __init__(self, target: Target, config: UnoConfig) -> None:
         super().__init__(target, config)
-
-    def add_inputs(self, target: Target) -> None:
-        """Add nothing: random tokens have the target's embeddings."""

@@ -36,7 +36,6 @@ from .layers import (
     Mlp,
     NormedAttention,
     append_and_attend,
-    check_layer_keys,
     init_from_target,
     llama_config,
     make_rotary,
@@ -44,10 +43,9 @@ from .layers import (
 from .mask_token import check_mask_unused, resolve_mask_token
 from .target_kind import (
     KIND_VARIANTS,
-    LATENT_KEYS,
     ExpertBlock,
     LatentAttention,
-    check_latent_keys,
+    check_architecture,
     is_latent,
     layer_changes,
 )
@@ -159,20 +157,16 @@ class BlockDrafter(FusedDrafter):
                 f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds "
                 "the anchor"
             )
-        architecture = config.architecture or {}
-        check_layer_keys(architecture, (*KIND_VARIANTS, *LATENT_KEYS))
-        check_latent_keys(architecture)
+        architecture = check_architecture(config.architecture or {}, KIND_VARIANTS)
         rows = target.head.vocab_size
         layer_config = llama_config(target, layer_changes(target, architecture))
         self.read_target(
             target, config.layers, lambda: default_layers(target.num_layers, config.num_layers)
         )
         self.block_size, self.sample_from_anchor = config.block_size, config.sample_from_anchor
-        self.causal, self.window, self.num_anchors = (
-            config.causal,
-            config.window,
-            config.num_anchors,
-        )
+        self.causal = config.causal
+        self.window = config.window
+        self.num_anchors = config.num_anchors
         self.start, self.seed, self.decay = config.start, config.seed, config.decay
         self.mask_token_id = resolve_mask_token(target, config.mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
@@ -184,7 +178,7 @@ class BlockDrafter(FusedDrafter):
         for block in self._block_layers:
             if is_latent(architecture):
                 block.self_attn = LatentAttention(layer_config, width)
-            if architecture.get("experts"):
+            if architecture["experts"]:
                 block.mlp = ExpertBlock(target)
         self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         size = rows if config.vocab_size is None else min(config.vocab_size, rows)
@@ -308,11 +302,9 @@ class BlockDrafter(FusedDrafter):
     def projection(self) -> Projection:
         """The output layer over the draft vocabulary, with the target's scale and cap."""
         target_projection = self.head.projection
-        return (
-            target_projection
-            if self.lm_head is None
-            else replace(target_projection, weight=self.lm_head.weight, bias=self.lm_head.bias)
-        )
+        if self.lm_head is None:
+            return target_projection
+        return replace(target_projection, weight=self.lm_head.weight, bias=self.lm_head.bias)
 
     # Decoding
 
@@ -377,13 +369,9 @@ class BlockDrafter(FusedDrafter):
         lm_head = self.head.output if self.lm_head is None else self.lm_head
         return lm_head(states.to(lm_head.weight.dtype)).float()
 
-    def scale_and_cap(self, product: Tensor) -> Tensor:
-        """Apply the target's scale and cap to products [.., V]."""
-        return self.head.scale_and_cap(product)
-
     def log_q(self, product: Tensor) -> Tensor:
         """Compute log q [.., V] from products [.., V]."""
-        return self.scale_and_cap(product).log_softmax(-1)
+        return self.head.scale_and_cap(product).log_softmax(-1)
 
 
 def default_layers(num_layers: int, count: int) -> list[int]:

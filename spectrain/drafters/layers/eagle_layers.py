@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import FeatureLinear
 from spectrain.models.kv_cache import TreeCache
@@ -29,17 +28,14 @@ from .layers import (
     Attention,
     Mlp,
     NormedAttention,
-    check_layer_keys,
     init_from_target,
     llama_config,
     make_rotary,
 )
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .target_kind import (
-    LATENT_KEYS,
     ExpertBlock,
     LatentAttention,
-    check_latent_keys,
     is_latent,
     layer_changes,
 )
@@ -67,22 +63,6 @@ def default_layers(num_layers: int) -> list[int]:
     while len(layers) < 3 and layers[-1] < num_layers - 1:
         layers.append(layers[-1] + 1)
     return layers
-
-
-def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
-    """Return the architecture with all variants; refuse unknown keys, and norms that exclude
-    each other.
-    """
-    has_latent = "latent_attention" in variants
-    check_layer_keys(architecture, (*variants, *(LATENT_KEYS if has_latent else ())))
-    complete = {**dict.fromkeys(variants, False), **architecture}
-    if complete.get("norm_before_fc") and complete.get("fc_norm"):
-        raise UserError(
-            "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
-            "one of them"
-        )
-    check_latent_keys(complete)
-    return complete
 
 
 @dataclass(frozen=True)

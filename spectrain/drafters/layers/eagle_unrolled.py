@@ -74,11 +74,16 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         states = list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
             is_supervised = supervision.is_supervised(step)
-            whole = rows is None or hidden.shape[1] == is_supervised.shape[1]
-            states.append(
-                hidden[is_supervised if whole or rows is None else rows.take(is_supervised)]
-            )
+            if rows is not None and self._returns_rows(step):
+                is_supervised = rows.take(is_supervised)
+            states.append(hidden[is_supervised])
         return states
+
+    def _returns_rows(self, step: int) -> bool:
+        """Tell whether a step returns states at chosen rows only: each but a first one of several
+        layers, whose later layers attend to what the layers before return.
+        """
+        return step > 0 or self.num_layers == 1
 
     def unroll_steps(
         self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None
@@ -92,7 +97,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         hidden = self.fuse_features(batch.input_features)
         step_kv = list[LayerKeysValues]()
         for step in range(count):
-            if step == 1 and rows is not None and hidden.shape[1] == batch.tokens.shape[1]:
+            if step == 1 and rows is not None and not self._returns_rows(0):
                 hidden = rows.take(hidden)
             hidden, new_kv = state.run_checkpointed(
                 self.run_step, batch, hidden, step, step_kv[:], rows
@@ -125,7 +130,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
         new_kv: LayerKeysValues = []
         # Nothing reads what the last layer returns before a window.
-        is_cut = step == 0 and rows is not None and self.num_layers == 1
+        is_cut = step == 0 and rows is not None and self._returns_rows(0)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             def mix_values(own_q: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ supervised masks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from .heads import Sampler
 from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
 from .losses import LossName, TargetLogProbs, head_loss
 from .mask_drafter import MaskDrafter, Strategy
-from .masks import MaskBlocks, add_blocks, replace_embeddings, sample_prefixes, tile_prefixes
+from .masks import MaskBlocks, add_blocks, sample_prefixes, tile_prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,6 @@ class GatedMasks(MaskDrafter):
     others.
     """
 
-    masks: nn.Parameter | None  # [E K, D] learned inputs of the masks
-
     def __init__(self, target: Target, config: MaskConfig, first_layer: int = 0) -> None:
         super().__init__()
         check_settings(config)
@@ -103,11 +100,9 @@ class GatedMasks(MaskDrafter):
         self.tiles = config.tiles
         self.num_hosts = config.num_hosts
         self.divergence = config.loss
-        self.consistency, self.mask_ratio, self.seed = (
-            config.consistency,
-            config.mask_ratio,
-            config.seed,
-        )
+        self.consistency = config.consistency
+        self.mask_ratio = config.mask_ratio
+        self.seed = config.seed
         self.step_decay = config.step_decay
         # The first layer of the target that the masks run through.
         self.first_layer = first_layer
@@ -125,25 +120,20 @@ class GatedMasks(MaskDrafter):
             self.saved, layout=peft_layout(self.names), sidecars=sidecars if self.rank else {}
         )
         self.factors = nn.ModuleList(LoraFactors(linear, self.rank) for linear in linears.values())
-        self.register_parameter("masks", None)
         self.add_inputs(target)
         self.sampler = Sampler(target.width) if config.sampler else None
 
-    @abstractmethod
     def add_inputs(self, target: Target) -> None:
-        """Add the parameters that the inputs of the masks are made of."""
-
-    @property
-    def mask_vectors(self) -> Tensor | None:
-        """The embeddings of the masks: [E K, D], or [B, 1, D]; None if the masks have those of
-        their tokens.
+        """Add the parameters that the inputs of the masks are made of; by default there are none,
+        and masks have the embeddings of their tokens.
         """
-        return self.masks
 
-    def insert_states(
-        self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    def insert_inputs(
+        self, target: Target, mask_index: Tensor, rows: Tensor, hosts: Tensor | None
     ) -> AbstractContextManager[None]:
-        """Replace the masks' states inside the target, inside the context; by default none."""
+        """Replace the masks' embeddings, or states, inside the context; by default none. The
+        arguments are those of `insert_masks`.
+        """
         return nullcontext()
 
     # The gate
@@ -158,12 +148,7 @@ class GatedMasks(MaskDrafter):
     ) -> Iterator[None]:
         rows = (mask_index >= 0).flatten().nonzero()[:, 0] if rows is None else rows
         with ExitStack() as stack:
-            if self.mask_vectors is not None:
-                stack.enter_context(
-                    replace_embeddings(target.head.embedding, self.mask_vectors, mask_index)
-                )
-            if hosts is not None and len(rows):
-                stack.enter_context(self.insert_states(target, mask_index, hosts, rows))
+            stack.enter_context(self.insert_inputs(target, mask_index, rows, hosts))
             if self.rank and len(rows):
                 factors = dict(zip(self.names, self.factors))
                 stack.enter_context(

@@ -70,10 +70,8 @@ class JudgedDrafts:
         self.previous_tokens = tokens[positions]
         self.tokens = tokens[positions + 1]
         # [R, W], [R]
-        self.hidden, self.depths = (
-            self.select_judged(states),
-            self.select_judged(depths.expand_as(positions)),
-        )
+        self.hidden = self.select_judged(states)
+        self.depths = self.select_judged(depths.expand_as(positions))
 
     def select_judged(self, slots: Tensor) -> Tensor:
         """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
@@ -84,14 +82,6 @@ class JudgedDrafts:
         values = torch.zeros(self.is_judged.shape, dtype=rows.dtype, device=rows.device)
         values[self.is_judged] = rows[self.order.argsort()]
         return values
-
-    @property
-    def tokens_before_anchors(self) -> Tensor:
-        """The token [A] before each anchor; the anchor itself at the start of a document."""
-        indices = self.anchors.token_indices
-        return self.batch.tokens.flatten()[
-            torch.where(self.anchors.positions > 0, indices - 1, indices)
-        ]
 
     def normalize_weights(self, weights: Tensor) -> Tensor:
         """Scale weights [A, K] of drafts so that those of a document sum to its number of

@@ -4,7 +4,7 @@ head size, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -83,18 +83,6 @@ def head_size(config: Any) -> int:
     size = config.to_dict().get("head_dim") or config.hidden_size // num_heads(config)
     # Rotary embeddings rotate pairs, so the size must be even.
     return size + size % 2
-
-
-def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` for a key of an architecture that is neither a key of a layer's
-    configuration nor a variant.
-    """
-    keys = (*LAYER_KEYS, *variants)
-    for key in architecture:
-        if key not in keys:
-            raise UserError(
-                f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}"
-            )
 
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:

@@ -71,12 +71,9 @@ class MaskDrafter(Drafter):
     num_hosts: int | None
     # Whether a uniformly random token is the input of every mask.
     has_random_tokens: bool = False
-    # Whether the mean embedding of the prompt is the input of every mask.
-    has_mean_embedding: bool = False
     seed: int
     head: Head
     sampler: nn.Module | None
-    means: Tensor | None = None  # [B, 1, D] mean embedding of each prompt
     states: Tensor | None = None  # [B, hosts, K, D] of the masks of this round's tree
     # [B] committed length after which the states are valid; -1 for none
     ready_at: Tensor | None = None
@@ -101,12 +98,11 @@ class MaskDrafter(Drafter):
         """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU
         must check for ready masks.
         """
-        carried = ("means",) if self.has_mean_embedding else ()
         state_names = () if self.strategy == "apart" else ("states", "ready_at")
         needs_check = self.strategy == "linear" or (
             self.strategy == "quadratic" and self.num_hosts is not None
         )
-        capture = None if needs_check else Capture(state_names=(*state_names, *carried))
+        capture = None if needs_check else Capture(state_names=state_names)
         return Capabilities(
             capture=capture, nestable=False, prefill=type(self).prefill, cost=MaskCost
         )
@@ -135,17 +131,10 @@ class MaskDrafter(Drafter):
         """Run the prompts with the first round's masks after them, which no committed token sees
         and no cache holds.
         """
-        if self.strategy == "apart" and not self.has_mean_embedding:
+        if self.strategy == "apart":
             return context.prefill(tokens, lengths)
         refuse_images(context.texts, "drafter: this family reads prompts by itself")
         steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
-        if self.has_mean_embedding:
-            is_real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]
-            self.means = (self.head.embed(tokens) * is_real).sum(1, keepdim=True) / lengths[
-                :, None, None
-            ]
-        if self.strategy == "apart":
-            return context.prefill(tokens, lengths)
         # Several chains, which must not see each other, need a forward of their own.
         if self.ensembles > 1:
             features = context.prefill(tokens, lengths)
@@ -257,11 +246,9 @@ class MaskDrafter(Drafter):
 
     def _average_chains(self, states: Tensor, depth: int) -> Tensor:
         """Average states [B, H, E depth, D] over the chains of every host: [B, H, depth, D]."""
-        return (
-            states.unflatten(2, (self.ensembles, depth)).mean(2)
-            if self.ensembles > 1 and depth
-            else states
-        )
+        if self.ensembles == 1 or not depth:
+            return states
+        return states.unflatten(2, (self.ensembles, depth)).mean(2)
 
     def _add_masks(self, context: Context, tree: TokenTree) -> TokenTree:
         """Choose the hosts of a tree, and append each host's masks as chains below it, which are

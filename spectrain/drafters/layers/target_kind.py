@@ -131,6 +131,27 @@ def latent_scale(rope: dict[str, Any]) -> float:
     return float((0.1 * strength * math.log(factor) + 1) ** 2)
 
 
+def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
+    """Return the architecture with all variants; refuse unknown keys, and norms that exclude
+    each other.
+    """
+    sizes = LATENT_KEYS if "latent_attention" in variants else ()
+    keys = (*LAYER_KEYS, *variants, *sizes)
+    for key in architecture:
+        if key not in keys:
+            raise UserError(
+                f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}"
+            )
+    complete = {**dict.fromkeys(variants, False), **architecture}
+    if complete.get("norm_before_fc") and complete.get("fc_norm"):
+        raise UserError(
+            "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
+            "one of them"
+        )
+    check_latent_keys(complete)
+    return complete
+
+
 def check_latent_keys(architecture: dict[str, Any]) -> None:
     """Raise UserError for a size of latent attention, or a norm of heads, that a layer does not
     have.

@@ -52,22 +52,6 @@ def mask_rows(tree: TokenTree, num_masks: int) -> Tensor:
     return indices[:, -num_masks:].flatten()
 
 
-def without_masks(tree: TokenTree, num_masks: int) -> TokenTree:
-    """Return the tree without its last `num_masks` nodes, which are masks."""
-    tokens, parents, valid, can_emit = (
-        part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit)
-    )
-    return TokenTree(
-        tokens,
-        parents,
-        valid,
-        can_emit,
-        tree.children,
-        height=tree.height,
-        max_children=tree.max_children,
-    )
-
-
 def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torch.device) -> Tensor:
     """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which
     do not see each other.
