@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
-from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
+from spectrain.drafters.layers.small_models import SmallModelDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, split_rows
@@ -25,7 +25,7 @@ from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Losses, TrainingState
 from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
@@ -79,7 +79,7 @@ class StopHead(nn.Module):
         ).sum()
 
 
-class Causal(Drafter):
+class Causal(SmallModelDrafter):
     """A small LM with the target's tokenizer, which drafts one token per forward.
 
     It starts from one of three origins: `num_layers` of the target, evenly spaced with its first
@@ -134,25 +134,11 @@ class Causal(Drafter):
         self.divergence = loss
         self.beta = beta
         self.loss_temperature = loss_temperature
-        self.model = make_small_model(target, num_layers, model, architecture)
-        self.starts_trained = architecture is None
+        self.add_model(target, num_layers, model, architecture)
         self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
-        self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
-        self.head = target.head
-        self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
-        self.cache: TreeCache | None = None
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        """One stage on the input of the target's head; decoding needs no features."""
-        return [Stage.single(self, ("final",), final_reach=0)]
-
-    @property
-    def draft_model(self) -> Target:
-        return self.model
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the model's layers over all tokens; no distribution is cut to a
@@ -176,10 +162,7 @@ class Causal(Drafter):
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         rows = batch.row_loss(predicts)
         drafter_head, target_head = (
-            head.projection.select_entries(slice(self.vocab_size)).at_temperature(
-                self.loss_temperature
-            )
-            for head in (self.model.head, self.head)
+            head.at_temperature(self.loss_temperature) for head in self.output_layers
         )
         log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
         judged = head_loss(
@@ -205,21 +188,14 @@ class Causal(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Run the tokens that the model has not read, the root last, and draft after the root."""
-        slots = 1 + context.builder.max_drafted
-        self.cache = context.drafting_cache(
-            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
-        )
-        num_unread = context.cache.lengths - self.cache.lengths  # [B] without the root
+        cache, num_unread = self.open_cache(context, 1 + context.builder.max_drafted)
         steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
-        positions = self.cache.lengths[:, None] + steps
+        positions = cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
-        tokens = to_known_tokens(tokens, self.model)
-        features = self.model.run(
-            tokens, ForwardPlan(layers=("final",), cache=self.cache)
-        ).at_layer("final")
-        self.cache.commit(None, num_unread + 1)
-        root = features.gather(1, num_unread[:, None, None].expand(-1, 1, features.shape[-1]))
-        return Draft(_Nodes(self, self.cache, root))
+        states = self.run_tokens(tokens, ForwardPlan(layers=("final",), cache=cache))
+        cache.commit(None, num_unread + 1)
+        root = states.gather(1, num_unread[:, None, None].expand(-1, 1, states.shape[-1]))
+        return Draft(_Nodes(self, cache, root))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
@@ -231,10 +207,6 @@ class Causal(Drafter):
         """Cut the cache to these lengths [B]."""
         assert self.cache is not None
         self.cache.crop(lengths)
-
-    def log_q(self, final: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
 
 
 class _Nodes(Rollout):
@@ -261,12 +233,8 @@ class _Nodes(Rollout):
         mask `visible`.
         """
         positions = self.cache.lengths[:, None] - 1 + depth
-        model = self.drafter.model
-        features = model.run(
-            to_known_tokens(tokens, model),
-            ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache),
-        )
-        return self.log_q_and_stop(features.at_layer("final"))
+        plan = ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+        return self.log_q_and_stop(self.drafter.run_tokens(tokens, plan))
 
     def log_q_and_stop(self, states: Tensor) -> Tensor:
         """Return log q [B, F, V] from the states [B, F, D] of nodes, and set their acceptance

@@ -74,15 +74,11 @@ class DFlash(BlockDrafter):
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the losses of the supervised drafts, weighted by depth or by D-PACE."""
-        dpace = self.slot_weights == "dpace"
-        row_weight = (
-            drafts.normalize_weights(self._dpace_weights(drafts))
-            if dpace
-            else drafts.decayed_weights(self.decay)
-        )
-        judged = drafts.supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, row_weight
-        )
+        if self.slot_weights == "dpace":
+            row_weight = drafts.normalize_weights(self._dpace_weights(drafts))
+        else:
+            row_weight = drafts.decayed_weights(self.decay)
+        judged = drafts.judge(self.projection, row_weight)
         return drafts.sum_losses({self.divergence: judged.loss}, judged.predictions)
 
     @torch.no_grad()

@@ -181,9 +181,7 @@ class DFlash2(BlockDrafter):
         """Return the loss of the output layer and that of the selector, in chunks of rows."""
         weights = drafts.decayed_weights(self.decay)
         supervision = drafts.supervision
-        judged = supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, weights
-        )
+        judged = drafts.judge(self.projection, weights)
         before = drafts.select_judged(drafts.previous_tokens)
         labels = supervision.label_ids[drafts.label_index]
         weights = weights * self.t2d[supervision.labels[drafts.label_index]]

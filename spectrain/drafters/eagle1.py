@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import NotNegative, Seed, Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
-from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, top_k_loss
 from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision

@@ -277,10 +277,7 @@ class LiLiCorr(BlockDrafter):
                 "trainer.context_parallel: LiLiCorr reads the state before each block; leave it out"
             )
         weights = drafts.decayed_weights(self.decay)
-        supervision = drafts.supervision
-        judged = supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, weights
-        )
+        judged = drafts.judge(self.projection, weights)
         losses = {"cross_entropy": judged.loss}
         complete = drafts.is_judged.all(1).nonzero()[:, 0]
         features = drafts.batch.input_features.fuse_layers(self.fused_layers).flatten(0, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spectrain.config.values import Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
-from spectrain.drafters.layers.layers import num_heads
+from spectrain.drafters.layers.llama_layer import num_heads
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
 from spectrain.drafters.layers.vocabulary import Supervision

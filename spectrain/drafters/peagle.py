@@ -22,7 +22,7 @@ from spectrain.drafters.layers.eagle_layers import (
     EagleDrafter,
     EagleSettings,
 )
-from spectrain.drafters.layers.layers import Attention
+from spectrain.drafters.layers.llama_layer import Attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
 from spectrain.drafters.layers.target_kind import check_architecture

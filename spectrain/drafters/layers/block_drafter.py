@@ -32,7 +32,7 @@ from ..step_cost import BatchShape, Run, StepCost
 from .anchors import Anchors, SharedAnchors, sample_anchors
 from .fused_input import FusedDrafter, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates
-from .layers import (
+from .llama_layer import (
     Mlp,
     NormedAttention,
     append_and_attend,

@@ -24,7 +24,7 @@ from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
 from .fused_input import FusedDrafter, make_embedding
-from .layers import (
+from .llama_layer import (
     Attention,
     Mlp,
     NormedAttention,

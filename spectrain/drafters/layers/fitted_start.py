@@ -36,7 +36,7 @@ from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 
 from .eagle_unrolled import UnrolledEagle
-from .layers import final_norm_scale
+from .llama_layer import final_norm_scale
 from .vocabulary import shift_labels
 
 # Size of the residual stream relative to a state of the target. It is about the size of the

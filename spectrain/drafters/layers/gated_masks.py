@@ -27,8 +27,8 @@ from ..step_cost import BatchShape, Judged, Run, StepCost
 from .heads import Sampler
 from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
 from .losses import LossName, TargetLogProbs, head_loss
+from .mask_blocks import MaskBlocks, add_blocks, sample_prefixes, tile_prefixes
 from .mask_drafter import MaskDrafter, Strategy
-from .masks import MaskBlocks, add_blocks, sample_prefixes, tile_prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,10 @@ class GatedMasks(MaskDrafter):
     `consistency` times the mean square of state - state of the ordinary token at that position,
     which is held fixed (the latent consistency loss). The label is the data's token or the target's
     distribution, from the ordinary token of the same forward. Blocks of all masks follow random
-    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 + E
-    mask_ratio) T tokens of a sequence with E chains; or blocks of `tiles` tokens, these lengths one
-    after another for equal parts of the training, tile the text. Each mask weighs `step_decay`
-    times the one before it.
+    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 +
+    mask_ratio) T tokens of a sequence; or blocks of `tiles` tokens, these lengths one after another
+    for equal parts of the training, tile the text. Each mask weighs `step_decay` times the one
+    before it.
 
     Decoding verifies a tree and its masks in one forward. quadratic puts all masks after every
     node, so that drafts are ready whatever is accepted, or with `num_hosts` after so many nodes
@@ -162,14 +162,12 @@ class GatedMasks(MaskDrafter):
         """Return the cost of the target's layers over all tokens and masks, with an attention
         mask in every layer.
         """
-        num_masks = self.ensembles * (
-            batch.supervised if self.tiles else self.mask_ratio * batch.tokens
-        )
+        judged = batch.supervised if self.tiles else self.mask_ratio * batch.tokens
+        num_masks = judged * self.masks_per_host / self.num_masks
         rows = batch.tokens + num_masks
         layers = nn.ModuleList(list(target.layers)[self.first_layer :])
         runs = [Run(layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
         runs += [Run(self.factors, num_masks, 0)]
-        judged = num_masks / self.ensembles
         below = rows * self.first_layer / target.num_layers
         return StepCost(
             runs,
@@ -182,7 +180,7 @@ class GatedMasks(MaskDrafter):
             return super().loss(batch, target, state)
         blocks = self.make_blocks(batch, state)
         grad = torch.is_grad_enabled()
-        with self.insert_masks(target, self.chain_mask_index(blocks), hosts=blocks.host_index):
+        with self.insert_masks(target, self.number_masks(blocks), hosts=blocks.host_index):
             features = target.run(
                 blocks.tokens,
                 ForwardPlan(
@@ -194,23 +192,19 @@ class GatedMasks(MaskDrafter):
                 ),
             )
         final = features.at_layer("final")
-        chain = blocks.chain_index % self.ensembles
-        states = torch.stack(
-            [final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]
-        ).mean(0)
-        # The other chains have the same labels, in the same order.
-        first = blocks.supervised & (chain == 0)
-        labels = blocks.labels[first]
-        mask_index = blocks.mask_index[first]
-        anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))[first]
+        states, is_judged = self.read_masks(final, blocks)
+        labels = blocks.labels[is_judged]
+        mask_index = blocks.mask_index[is_judged]
+        anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))
+        anchors = anchors[is_judged]
         with torch.no_grad():
-            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[first])
+            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[is_judged])
         inputs = {"masks": states}
         if self.sampler is not None:
             inputs["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
         target_log_probs = TargetLogProbs(HeadTarget(anchors, head))
-        weights = blocks.loss_weights(first, batch, self.step_decay**mask_index)
+        weights = blocks.loss_weights(is_judged, batch, self.step_decay**mask_index)
         terms = {}
         for name, hidden in inputs.items():
             result = head_loss(
@@ -237,11 +231,8 @@ class GatedMasks(MaskDrafter):
         )
 
     def make_blocks(self, batch: Batch, state: TrainingState) -> MaskBlocks:
-        """Append this step's masks to the prefixes of a batch, all chains of a prefix one after
-        another.
-        """
+        """Append this step's masks to the prefixes of a batch."""
         prefixes = self.prefixes(batch, state.step, state.progress)
-        prefixes = [[prefix for prefix in row for _ in range(self.ensembles)] for row in prefixes]
         if not self.has_random_tokens:
             return add_blocks(batch, prefixes)
         mask_tokens = []
@@ -253,13 +244,15 @@ class GatedMasks(MaskDrafter):
             )
         return add_blocks(batch, prefixes, mask_tokens)
 
-    def chain_mask_index(self, blocks: MaskBlocks) -> Tensor:
-        """Return the index [B, N] of every mask among those of all chains; negative at ordinary
-        tokens.
+    def number_masks(self, blocks: MaskBlocks) -> Tensor:
+        """Return which of a host's masks every token is [B, N]; negative at ordinary tokens."""
+        return blocks.mask_index
+
+    def read_masks(self, final: Tensor, blocks: MaskBlocks) -> tuple[Tensor, Tensor]:
+        """Return the states [R, D] that are judged, from those [B, N, D] of all tokens, and where
+        [B, N] their labels are.
         """
-        return blocks.mask_index + self.num_masks * (blocks.chain_index % self.ensembles) * (
-            blocks.mask_index >= 0
-        )
+        return final[blocks.supervised], blocks.supervised
 
     def prefixes(
         self, batch: Batch, step: int, progress: float = 0.0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectrain.drafters.base import Losses
 from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import DivergenceResult, Projection
 
 from .anchors import Anchors
 from .vocabulary import Supervision
@@ -103,6 +104,12 @@ class JudgedDrafts:
             torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
         )
         return self.normalize_weights(weights.expand(self.is_judged.shape))
+
+    def judge(self, head: Projection, weights: Tensor) -> DivergenceResult:
+        """Return the summed loss of the drafts' states under an output layer, and its predictions,
+        with weights [R].
+        """
+        return self.supervision.judge_with_head(head, self.hidden, self.label_index, weights)
 
     def sum_losses(self, terms: dict[str, Tensor], predictions: Tensor) -> Losses:
         """Return the losses with hits per depth, from the predictions [R], as draft ids."""

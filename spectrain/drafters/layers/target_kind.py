@@ -18,7 +18,7 @@ from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .layers import LAYER_KEYS, Attention, apply_rotary
+from .llama_layer import LAYER_KEYS, Attention, apply_rotary
 from .target_layer import TargetLayer
 
 KIND_VARIANTS = ("latent_attention", "experts")

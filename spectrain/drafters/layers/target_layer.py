@@ -25,7 +25,7 @@ from spectrain.models.model_parts import layer_list_name
 from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .layers import append_and_attend, causal_visibility
+from .llama_layer import append_and_attend, causal_visibility
 
 TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 """(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T,

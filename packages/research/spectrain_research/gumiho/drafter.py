@@ -21,7 +21,7 @@ from spectrain.drafters.capabilities import DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
-from spectrain.drafters.layers.layers import ResBlock
+from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision

@@ -17,7 +17,7 @@ from spectrain.config.values import Seed, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import (
+from spectrain.drafters.layers.llama_layer import (
     Mlp,
     NormedAttention,
     append_and_attend,

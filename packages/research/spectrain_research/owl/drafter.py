@@ -19,7 +19,7 @@ from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
-from spectrain.drafters.layers.masks import MaskBlocks
+from spectrain.drafters.layers.mask_blocks import MaskBlocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.layers.gated_masks import GatedMasks
-from spectrain.drafters.layers.masks import init_mask_vectors, replace_embeddings
+from spectrain.drafters.layers.mask_blocks import init_mask_vectors, replace_embeddings
 from spectrain.models.target import Target
 
 

@@ -31,7 +31,7 @@ from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
+from spectrain.drafters.layers.mask_blocks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch

@@ -18,7 +18,7 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.layers.mask_drafter import MaskDrafter
-from spectrain.drafters.layers.tree_masks import end_probabilities, parallel_chains_mask
+from spectrain.drafters.layers.tree_masks import end_probabilities
 from spectrain.errors import UserError
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
@@ -30,7 +30,7 @@ from spectrain_research.hidden_transfer.drafter import (
     TransferConfig,
     TransferDrafter,
 )
-from spectrain_research.ppd.drafter import PromptTokenConfig, PromptTokens
+from spectrain_research.ppd.drafter import PromptTokenConfig, PromptTokens, parallel_chains_mask
 from spectrain_research.pruning.pruning import Pruning
 from spectrain_research.shared.learned_masks import LearnedMasks
 from tests.decoding.rounds import begun, proposed

@@ -1,5 +1,5 @@
-"""Modules that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D
-head size, W width.
+"""A Llama layer of the target's width and heads: its configuration and its parts, which families
+share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width.
 """
 
 from __future__ import annotations
@@ -292,22 +292,6 @@ class Mlp(WeightBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ResBlock(WeightBlock):
-    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the
-    identity.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.stored_values = width  # per row: the sum
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
 
 
 def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
