@@ -30,7 +30,7 @@ from spectrain.training.checkpoints import (
     set_aside_damaged,
 )
 from spectrain.training.metrics import Tracker, read_last_step, track_run
-from spectrain.training.parallel import disconnect_processes, wait_for_loading
+from spectrain.training.parallel.launch import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
 from .callbacks import Callback, CallbackTracker
