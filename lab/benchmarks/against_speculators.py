@@ -53,7 +53,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.initial_fit import fit_initial_weights
-from spectrain.training.parallel import make_strategy
+from spectrain.training.parallel.launch import make_strategy
 from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2

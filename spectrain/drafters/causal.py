@@ -1,38 +1,85 @@
 """A separate small causal LM as drafter, distilled from the target (GKD, Agarwal et al., 2024;
 DistillSpec, Zhou et al., 2024).
 
-Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
+Shapes: B batch, T tokens, V vocabulary, R supervised rows, W width of the drafter's state, F
+frontier nodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from spectrain.drafters.layers.losses import LossName, head_loss
-from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
-from spectrain.drafters.layers.stop_head import StopHead
+from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
+from spectrain.drafters.layers.small_models import SmallModelDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.kernels.linear_divergence import HeadTarget, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Losses, TrainingState
 from .capabilities import Capabilities, Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+# loss weight of a rejected token relative to an accepted one: the paper's best
+REJECTION_WEIGHT = 6.0
 
 
-class Causal(Drafter):
+class StopHead(nn.Module):
+    """SpecDec++'s head (Huang et al., 2024, section 3.2): `num_layers` residual blocks h + SiLU(W
+    h) and a linear layer.
+
+    The paper predicts the acceptance of a drawn token. This head predicts alpha = sum_v min(p(v),
+    q(v)), the probability that a token drawn from q is accepted, before the draw. So every token
+    that a stopped chain has drawn is verified.
+    """
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        if num_layers < 0:
+            raise UserError(
+                f"drafter.stop_head={num_layers}: use 0 for a linear head, or the number of its "
+                "hidden layers"
+            )
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.output = nn.Linear(width, 1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the logit [..] of the acceptance probability of states [.., W]."""
+        states = states.to(self.output.weight.dtype)
+        for layer in self.layers:
+            states = states + F.silu(layer(states))
+        return self.output(states)[..., 0]
+
+    def loss(
+        self, states: Tensor, drafter_log_probs: HeadTarget, target_log_probs: HeadTarget
+    ) -> Tensor:
+        """Return the summed loss -alpha log c - REJECTION_WEIGHT (1 - alpha) log(1 - c) of states
+        [R, W], which get no gradient."""
+        alpha = torch.cat(
+            [
+                acceptance_rate(target_log_probs(rows), drafter_log_probs(rows))
+                for rows in [*split_rows(len(states))] or [slice(0, 0)]
+            ]
+        )
+        logits = self(states.detach())
+        return (
+            -alpha * F.logsigmoid(logits) - REJECTION_WEIGHT * (1 - alpha) * F.logsigmoid(-logits)
+        ).sum()
+
+
+class Causal(SmallModelDrafter):
     """A small LM with the target's tokenizer, which drafts one token per forward.
 
     It starts from one of three origins: `num_layers` of the target, evenly spaced with its first
@@ -87,25 +134,11 @@ class Causal(Drafter):
         self.divergence = loss
         self.beta = beta
         self.loss_temperature = loss_temperature
-        self.model = make_small_model(target, num_layers, model, architecture)
-        self.starts_trained = architecture is None
+        self.add_model(target, num_layers, model, architecture)
         self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
-        self.saved = replace(self.saved, settings=describe_model(self.model))
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
-        self.head = target.head
-        self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
-        self.cache: TreeCache | None = None
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        """One stage on the input of the target's head; decoding needs no features."""
-        return [Stage.single(self, ("final",), final_reach=0)]
-
-    @property
-    def draft_model(self) -> Target:
-        return self.model
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the model's layers over all tokens; no distribution is cut to a
@@ -129,10 +162,7 @@ class Causal(Drafter):
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
         rows = batch.row_loss(predicts)
         drafter_head, target_head = (
-            head.projection.select_entries(slice(self.vocab_size)).at_temperature(
-                self.loss_temperature
-            )
-            for head in (self.model.head, self.head)
+            head.at_temperature(self.loss_temperature) for head in self.output_layers
         )
         log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
         judged = head_loss(
@@ -158,21 +188,14 @@ class Causal(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Run the tokens that the model has not read, the root last, and draft after the root."""
-        slots = 1 + context.builder.max_drafted
-        self.cache = context.drafting_cache(
-            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
-        )
-        num_unread = context.cache.lengths - self.cache.lengths  # [B] without the root
+        cache, num_unread = self.open_cache(context, 1 + context.builder.max_drafted)
         steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
-        positions = self.cache.lengths[:, None] + steps
+        positions = cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
-        tokens = to_known_tokens(tokens, self.model)
-        features = self.model.run(
-            tokens, ForwardPlan(layers=("final",), cache=self.cache)
-        ).at_layer("final")
-        self.cache.commit(None, num_unread + 1)
-        root = features.gather(1, num_unread[:, None, None].expand(-1, 1, features.shape[-1]))
-        return Draft(_Nodes(self, self.cache, root))
+        states = self.run_tokens(tokens, ForwardPlan(layers=("final",), cache=cache))
+        cache.commit(None, num_unread + 1)
+        root = states.gather(1, num_unread[:, None, None].expand(-1, 1, states.shape[-1]))
+        return Draft(_Nodes(self, cache, root))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
@@ -184,10 +207,6 @@ class Causal(Drafter):
         """Cut the cache to these lengths [B]."""
         assert self.cache is not None
         self.cache.crop(lengths)
-
-    def log_q(self, final: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
 
 
 class _Nodes(Rollout):
@@ -214,12 +233,8 @@ class _Nodes(Rollout):
         mask `visible`.
         """
         positions = self.cache.lengths[:, None] - 1 + depth
-        model = self.drafter.model
-        features = model.run(
-            to_known_tokens(tokens, model),
-            ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache),
-        )
-        return self.log_q_and_stop(features.at_layer("final"))
+        plan = ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+        return self.log_q_and_stop(self.drafter.run_tokens(tokens, plan))
 
     def log_q_and_stop(self, states: Tensor) -> Tensor:
         """Return log q [B, F, V] from the states [B, F, D] of nodes, and set their acceptance

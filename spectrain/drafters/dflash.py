@@ -7,7 +7,7 @@ Shapes: B batch, K drafts of a block, W width, V draft vocabulary, R judged draf
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
+from spectrain.models.target import Target
 from spectrain.trees.rollout import MarginalRollout, Rollout
 
 from .base import Losses
 from .context import Context
 from .step_cost import BatchShape, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +74,11 @@ class DFlash(BlockDrafter):
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the losses of the supervised drafts, weighted by depth or by D-PACE."""
-        dpace = self.slot_weights == "dpace"
-        row_weight = (
-            drafts.normalize_weights(self._dpace_weights(drafts))
-            if dpace
-            else drafts.decayed_weights(self.decay)
-        )
-        judged = drafts.supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, row_weight
-        )
+        if self.slot_weights == "dpace":
+            row_weight = drafts.normalize_weights(self._dpace_weights(drafts))
+        else:
+            row_weight = drafts.decayed_weights(self.decay)
+        judged = drafts.judge(self.projection, row_weight)
         return drafts.sum_losses({self.divergence: judged.loss}, judged.predictions)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,12 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
-
-if TYPE_CHECKING:
-    from .step_cost import BatchShape, StepCost
-from spectrain.models.target import Target
+from .step_cost import BatchShape, StepCost
 
 
 class BlockConvolution(nn.Module):
@@ -183,9 +181,7 @@ class DFlash2(BlockDrafter):
         """Return the loss of the output layer and that of the selector, in chunks of rows."""
         weights = drafts.decayed_weights(self.decay)
         supervision = drafts.supervision
-        judged = supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, weights
-        )
+        judged = drafts.judge(self.projection, weights)
         before = drafts.select_judged(drafts.previous_tokens)
         labels = supervision.label_ids[drafts.label_index]
         weights = weights * self.t2d[supervision.labels[drafts.label_index]]
@@ -242,7 +238,7 @@ class _Selected(CandidateRollout):
     """Drafts one round: a node's children are its slot's candidates, ranked by its own token."""
 
     def __init__(self, drafter: DFlash2, root: Tensor, states: Tensor) -> None:
-        logits = drafter.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
+        logits = drafter.head.scale_and_cap(drafter.compute_products(states))  # [B, K, V]
         self.unary, candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
         super().__init__(root, candidates, drafter.draft_ids)
         self.drafter, self.states = drafter, states  # [B, K, W]

@@ -8,7 +8,7 @@ head, V draft vocabulary, R judged drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,12 @@ from spectrain.config.values import NotNegative, Share, Steps, Width
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, CombinedLoss, LowRankDrafter
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout, gather_by_depth
 
 from .base import Losses
 from .context import Context
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Kind = Literal["vanilla", "gated", "rnn"]
 
@@ -132,11 +130,9 @@ class DSpark(LowRankDrafter):
         super().__init__(target, config)
         # The target's mass outside the draft vocabulary counts as rejected.
         self.divergence = "total_variation"
-        self.ce, self.tv, self.confidence_threshold = (
-            config.ce,
-            config.tv,
-            config.confidence_threshold,
-        )
+        self.ce = config.ce
+        self.tv = config.tv
+        self.confidence_threshold = config.confidence_threshold
         self.markov = MarkovHead(
             config.markov_head, target.head.vocab_size, len(self.d2t), config.rank, target.width
         )

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import NotNegative, Seed, Share, Steps
-from spectrain.drafters.layers.eagle_layers import check_architecture
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
-from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, llama_config, make_rotary
 from spectrain.drafters.layers.losses import LossName, top_k_loss
-from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -28,11 +27,9 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
-from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
 from .capabilities import SavedFiles
-from .context import Context
 from .layers.unrolled_attention import unrolled_attention
 
 NOISE_LENGTH = 512  # tokens of a text whose noise has the width of the setting
@@ -103,11 +100,9 @@ class Eagle1(FeatureLayerDrafter):
         self.divergence = loss
         self.step_decay = step_decay
         self.detach = detach
-        self.regression_weight, self.token_weight, self.top_k_weight = (
-            regression_weight,
-            token_weight,
-            top_k_weight,
-        )
+        self.regression_weight = regression_weight
+        self.token_weight = token_weight
+        self.top_k_weight = top_k_weight
         self.noise, self.start, self.seed = noise, start, seed
         self.use_target_vocabulary(target)
         self.fc = BlockLinear(2 * target.width, target.width, bias=bias)
@@ -215,16 +210,6 @@ class Eagle1(FeatureLayerDrafter):
 
     # Decoding
 
-    def draft(self, context: Context) -> Draft:
-        """Read the features of the last accepted tokens, and draft from the last of them."""
-        self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
-        final = context.new_features.at_layer("final")
-        output = self.run(
-            context.next_tokens, final, self.cache.next_slots(final.shape[1]), self.cache, None
-        )
-        self.cache.commit(None, context.num_new)
-        return Draft(StateRollout(self, self.cache, context.last_state(output)))
-
     def run(
         self,
         tokens: Tensor,
@@ -233,7 +218,6 @@ class Eagle1(FeatureLayerDrafter):
         cache: TreeCache,
         visible: Tensor | None,
     ) -> Tensor:
-        """Append new nodes to the cache; return their features [B, F, D]."""
         x = self.inputs(tokens, hidden)
         projected = self.self_attn.project_qkv(x, self.rotary(x, positions))
         output = self.outputs(x, self.self_attn.attend_cached(*projected, cache, visible))

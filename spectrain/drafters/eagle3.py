@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
-from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.fitted_start import count_fit, fit_eagle, measure_fit
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
-from spectrain.drafters.layers.target_kind import KIND_VARIANTS
+from spectrain.drafters.layers.target_kind import KIND_VARIANTS, check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch

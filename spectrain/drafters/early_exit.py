@@ -12,30 +12,28 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from spectrain.drafters.layers.language_model_loss import original_log_probs
 from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import (
     DivergenceResult,
-    HeadTarget,
     argmax_and_log_z,
     total_entropy,
 )
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .base import Losses, Stage, TrainingState
 from .step_cost import BatchShape, Judged, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Curriculum = Literal["rotational", "gradual", "all"]
 
@@ -97,11 +95,9 @@ class EarlyExit(SelfDrafter):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
         self._set_exit(target, exit_layer)
-        self.max_dropout, self.dropout_schedule, self.exit_scale = (
-            max_dropout,
-            dropout_schedule,
-            exit_scale,
-        )
+        self.max_dropout = max_dropout
+        self.dropout_schedule = dropout_schedule
+        self.exit_scale = exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
@@ -155,7 +151,9 @@ class EarlyExit(SelfDrafter):
         predicts = batch.next_is_supervised
         grad = torch.is_grad_enabled()
         tokens = batch.tokens.roll(-1, dims=1)[predicts]
-        original = self._original_log_probs(batch, target)
+        original = None
+        if self.self_distillation:
+            original = original_log_probs(batch, target, self.target_training)
         layers = tuple(number + 1 for number in exits_read)
         span = LayerSpan(dropped=self.draw_dropped_layers(batch, target, state))
         plan = ForwardPlan(
@@ -272,16 +270,3 @@ class EarlyExit(SelfDrafter):
             source = sequence_generator(LAYER_DROPOUT, self.seed, tokens, state.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1)
-
-    @torch.no_grad()
-    def _original_log_probs(self, batch: Batch, target: Target) -> TargetLogProbs | None:
-        """Return the original target's log-probabilities at the supervised positions [R]; None
-        without self-distillation.
-        """
-        if not self.self_distillation:
-            return None
-        with self.target_training.use_original(target) as original:
-            final = original.features(batch.tokens, ("final",), batch.lengths)
-        return TargetLogProbs(
-            HeadTarget(final.at_layer("final")[batch.next_is_supervised], original.head.projection)
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from spectrain.drafters.layers.inner_drafters import (
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -25,10 +26,6 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from .base import Drafter, prefill_prompts
 from .capabilities import SavedFiles
 from .context import Context
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 
 # Number of tokens that a skipped drafter may have to read later; each needs a slot in its cache.
 PATIENCE = 256

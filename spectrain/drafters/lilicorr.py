@@ -9,7 +9,6 @@ nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,12 @@ from spectrain.drafters.layers.candidates import CandidateRollout, candidate_log
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout
 
 from .base import Losses
 from .context import Context
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 NUM_FEATURES = 5
 
@@ -280,10 +277,7 @@ class LiLiCorr(BlockDrafter):
                 "trainer.context_parallel: LiLiCorr reads the state before each block; leave it out"
             )
         weights = drafts.decayed_weights(self.decay)
-        supervision = drafts.supervision
-        judged = supervision.judge_with_head(
-            self.projection, drafts.hidden, drafts.label_index, weights
-        )
+        judged = drafts.judge(self.projection, weights)
         losses = {"cross_entropy": judged.loss}
         complete = drafts.is_judged.all(1).nonzero()[:, 0]
         features = drafts.batch.input_features.fuse_layers(self.fused_layers).flatten(0, 1)

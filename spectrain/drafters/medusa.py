@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,13 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain.trees.rollout import DepthRollout, Draft
 
 from .base import Losses, Stage, TrainingState
 from .capabilities import Capture, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Medusa(HeadsDrafter):
@@ -103,11 +101,9 @@ class Medusa(HeadsDrafter):
             )
         self.divergence = loss
         self.head_decay = head_decay
-        self.heads_first, self.heads_coefficient, self.schedule = (
-            heads_first,
-            heads_coefficient,
-            schedule,
-        )
+        self.heads_first = heads_first
+        self.heads_coefficient = heads_coefficient
+        self.schedule = schedule
         self.self_distillation, self.target_lr_scale = self_distillation, target_lr_scale
         self.target_training = None if adapt is None else TargetTraining(adapt, rank, alpha)
         self.capabilities = replace(self.capabilities, target_training=self.target_training)

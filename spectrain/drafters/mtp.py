@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spectrain.config.values import Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
-from spectrain.drafters.layers.layers import num_heads
+from spectrain.drafters.layers.llama_layer import num_heads
 from spectrain.drafters.layers.losses import LossName
-from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
@@ -28,16 +27,12 @@ from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
-from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
 from .capabilities import ContextParallel, SavedFiles
-from .context import Context
 from .layers.unrolled_attention import unrolled_attention
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Mtp(FeatureLayerDrafter):
@@ -197,21 +192,6 @@ class Mtp(FeatureLayerDrafter):
 
     # Decoding
 
-    def draft(self, context: Context) -> Draft:
-        """Read the states of the last accepted tokens, and draft from the last of them."""
-        self.cache = context.drafting_cache(self.cache, 1, context.builder.max_drafted)
-        num_new = context.new_features.tokens.shape[1]
-        visible = None
-        if not self.cache.is_empty:
-            ones = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device)
-            visible = ones.tril().expand(len(context.num_new), -1, -1)
-        slots = self.cache.next_slots(num_new)
-        output = self.run(
-            context.next_tokens, context.new_features.at_layer("final"), slots, self.cache, visible
-        )
-        self.cache.commit(None, context.num_new)
-        return Draft(StateRollout(self, self.cache, context.last_state(output)))
-
     def run(
         self,
         tokens: Tensor,
@@ -220,7 +200,6 @@ class Mtp(FeatureLayerDrafter):
         cache: TreeCache,
         visible: Tensor | None,
     ) -> Tensor:
-        """Append new nodes to the cache; return their output states [B, F, D]."""
         cache.set_positions(positions)
         assert cache.positions is not None
         attends = make_cached_attention(cache, visible, cache.positions)

@@ -5,7 +5,6 @@ tokens, without training.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,14 +12,12 @@ from spectrain.copying.occurrences import build_trie
 from spectrain.copying.trie import Trie
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
 from .base import Drafter
 from .capabilities import Capabilities
 from .context import Context
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Ngram(Drafter):

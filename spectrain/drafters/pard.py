@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Steps
 from spectrain.drafters.layers.losses import LossName, head_loss
-from spectrain.drafters.layers.masks import (
+from spectrain.drafters.layers.mask_blocks import (
     MaskBlocks,
     add_blocks,
     add_embeddings,
@@ -26,28 +25,24 @@ from spectrain.drafters.layers.masks import (
     init_mask_vectors,
     replace_embeddings,
 )
-from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
+from spectrain.drafters.layers.small_models import SmallModelDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.rollout import Draft, MarginalRollout
 
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Losses, TrainingState
 from .capabilities import Capabilities, Capture, OnePassCost, SavedFiles
 from .context import Context
 from .step_cost import BatchShape, Judged, Run, StepCost
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
-
 FEATURE_SCALE = 0.02  # factor of projected features, which are added to embeddings (PARD-2)
 
 
-class Pard(Drafter):
+class Pard(SmallModelDrafter):
     """A small LM with one learned mask vector: each of `num_drafts` - 1 masks after the root
     predicts one more token.
 
@@ -114,18 +109,13 @@ class Pard(Drafter):
         self.keep_least = keep_least
         self.confidence = confidence
         self.without = without
-        self.model = make_small_model(target, num_layers, model, architecture)
-        self.starts_trained = architecture is None
+        self.add_model(target, num_layers, model, architecture)
         self.mask = nn.Parameter(torch.zeros(1, self.model.width))
-        self.head = target.head
-        self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
-        self.cache: TreeCache | None = None
         self.layers = tuple(sorted(set(layers or ())))
         target.check_layers(self.layers)
         wide = len(self.layers) * target.width
         self.features = nn.Linear(wide, self.model.width, bias=False) if wide else None
         self.last: Tensor | None = None  # [B, 1, F] the features of the last committed token
-        self.saved = replace(self.saved, settings=describe_model(self.model))
         capture = Capture(state_names=("cache", *(("last",) if wide else ())))
         self.capabilities = Capabilities(
             drafts_from_features=True, capture=capture, cost=OnePassCost
@@ -137,17 +127,6 @@ class Pard(Drafter):
             self.mask.copy_(init_mask_vectors(self.model.head.embedding, 1))
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        """One stage on the input of the target's head and on the features in `layers`; decoding
-        needs the latter only.
-        """
-        return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
-
-    @property
-    def draft_model(self) -> Target:
-        return self.model
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the model over all tokens and masks, with an attention mask in
@@ -188,10 +167,7 @@ class Pard(Drafter):
         final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[
             is_judged
         ]
-        drafter_head, target_head = (
-            head.projection.select_entries(slice(self.vocab_size))
-            for head in (self.model.head, self.head)
-        )
+        drafter_head, target_head = self.output_layers
         share = self.shares(batch, blocks, target_head)[is_judged] if self.confidence else None
         weights = blocks.loss_weights(is_judged, batch, share)
         judged = head_loss(
@@ -291,30 +267,22 @@ class Pard(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Run the tokens that the model has not read, the root and the masks in one forward."""
-        lengths, device = context.cache.lengths, context.tokens.device
-        slots = 1 + self.num_drafts
-        self.cache = context.drafting_cache(
-            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
-        )
-        num_unread = lengths - self.cache.lengths  # [B] without the root
+        device = context.tokens.device
+        cache, num_unread = self.open_cache(context, 1 + self.num_drafts)
         width = context.new_features.tokens.shape[1] + self.num_drafts
         offsets = torch.arange(width, device=device)
         mask_index = offsets - num_unread[:, None] - 1
         mask_index = torch.where(mask_index < self.num_drafts - 1, mask_index.clamp(min=-1), -1)
-        index = (self.cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
+        index = (cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(offsets <= num_unread[:, None], context.tokens.gather(1, index), 0)
         with self.insert_embeddings(
             mask_index, self.decoding_features(context, num_unread, offsets)
         ):
-            tokens = to_known_tokens(tokens, self.model)
-            features_out = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
-        self.cache.commit(None, num_unread)
+            states = self.run_tokens(tokens, ForwardPlan(layers=("final",), cache=cache))
+        cache.commit(None, num_unread)
         is_judged = num_unread[:, None] + torch.arange(self.num_drafts, device=device)
-        final = features_out.at_layer("final").gather(
-            1, is_judged[..., None].expand(-1, -1, self.model.width)
-        )
-        log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
-        return Draft(MarginalRollout(context.root, log_q))
+        final = states.gather(1, is_judged[..., None].expand(-1, -1, self.model.width))
+        return Draft(MarginalRollout(context.root, self.log_q(final)))
 
     def decoding_features(
         self, context: Context, num_unread: Tensor, offsets: Tensor

@@ -9,7 +9,7 @@ predicts token t + 2.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,17 @@ from spectrain.drafters.layers.eagle_layers import (
     NORM_VARIANTS,
     EagleDrafter,
     EagleSettings,
-    check_architecture,
 )
-from spectrain.drafters.layers.layers import Attention
+from spectrain.drafters.layers.llama_layer import Attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
+from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
@@ -38,10 +39,6 @@ from .capabilities import ContextParallel, OnePassCost, SavedFiles
 from .context import Context
 from .layers.unrolled_attention import unrolled_attention
 from .step_cost import BatchShape, Run, StepCost
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 
 NUM_DRAFTS = 8
 

@@ -5,17 +5,14 @@ training.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from spectrain.drafters.layers.copies import CopySource
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
 from .base import Drafter
 from .capabilities import Capabilities
 from .context import Context
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Retrieval(Drafter):

@@ -5,15 +5,12 @@ its own next tokens there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
 from spectrain.drafters.layers.mask_drafter import Strategy
+from spectrain.models.target import Target
 
 from .capabilities import SavedFiles
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +34,3 @@ class Uno(GatedMasks):
 
     def __init__(self, target: Target, config: UnoConfig) -> None:
         super().__init__(target, config)
-
-    def add_inputs(self, target: Target) -> None:
-        """Add nothing: random tokens have the target's embeddings."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.drafters.layers.eagle_layers import default_layers, engine_layers
-from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
+from spectrain.drafters.layers.llama_layer import LAYER_KEYS, llama_layer_settings
 from spectrain.drafters.layers.target_kind import is_latent, latent_sizes
 from spectrain.errors import UserError
 

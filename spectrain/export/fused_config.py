@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.layers.layers import LAYER_KEYS
+from spectrain.drafters.layers.llama_layer import LAYER_KEYS
 from spectrain.drafters.layers.target_kind import LATENT_KEYS, is_latent
 from spectrain.errors import UserError, first_line
 from spectrain.models.rope import RopeError, fit_to_head, read_rope

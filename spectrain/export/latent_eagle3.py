@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from spectrain.drafters.layers.layers import LAYER_KEYS
+from spectrain.drafters.layers.llama_layer import LAYER_KEYS
 from spectrain.drafters.layers.target_kind import LATENT_KEYS
 from spectrain.errors import UserError
 

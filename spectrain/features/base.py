@@ -43,6 +43,11 @@ class FeatureCache(ABC):
     @abstractmethod
     def __contains__(self, example: Example) -> bool: ...
 
+    def list_distinct(self, examples: list[Example]) -> tuple[list[Example], list[Example]]:
+        """Return the different sequences of these examples, and those of them that are missing."""
+        distinct = list({self.sequence_key(example): example for example in examples}.values())
+        return distinct, [example for example in distinct if example not in self]
+
     @abstractmethod
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
         """Describe in a sentence what a training on these sequences reads, and what it adds for
@@ -98,6 +103,16 @@ def compute_alone(example: Example, target: Target, layers: tuple[Layer, ...]) -
     return target.features(tokens, layers, texts=[example.tokens]).hidden[0]
 
 
+@dataclass(frozen=True)
+class FeaturesRead:
+    """The features that the loss of a training reads."""
+
+    layers: tuple[Layer, ...]
+    # "final" is read only where the next token carries loss and up to this many positions before;
+    # None reads it everywhere.
+    final_reach: int | None = None
+
+
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
 
@@ -119,18 +134,12 @@ class Source(ABC):
         """Return the examples with their features, padded or packed."""
 
     def prepare(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        examples: list[Example] | None,
+        self, target: Target, reads: FeaturesRead, examples: list[Example] | None
     ) -> str | None:
         """Prepare the source, before the run writes anything; return a message for the user, if
         there is one.
 
-        The loss reads `layers`. It reads "final" only where the next token carries loss and up to
-        `final_reach` positions before, or everywhere if that is None. `examples` are all examples
-        of the training, or None for a stream.
+        `examples` are all examples of the training, or None for a stream.
         """
         return None
 

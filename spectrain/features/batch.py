@@ -141,12 +141,6 @@ class Batch:
             )
         return replace(self, piece=piece, features=features)
 
-    def at_next_token(self, part: Tensor | None) -> Tensor | None:
-        """Return the values [R] of `part` [B, T] at the tokens after these positions; None if
-        there is no `part`.
-        """
-        return None if part is None else part.roll(-1, dims=1)[self.next_is_supervised]
-
     def plan_forward(self, plan: ForwardPlan) -> ForwardPlan:
         """Return the plan of a forward over these tokens: with the lengths of packed documents."""
         return replace(plan, lengths=self.lengths)
@@ -211,11 +205,9 @@ def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
     """Arrange per-token values [T, ..] of every document as a batch [B, T, ..]: padded, or
     packed in one row.
     """
-    return (
-        torch.cat(rows)[None]
-        if packed
-        else pad_sequence(rows, batch_first=True, padding_value=padding)
-    )
+    if packed:
+        return torch.cat(rows)[None]
+    return pad_sequence(rows, batch_first=True, padding_value=padding)
 
 
 def collate(examples: list[Example], packed: bool = False) -> Batch:

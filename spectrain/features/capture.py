@@ -2,7 +2,6 @@
 `spectrain data verify`.
 """
 
-import time
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -13,8 +12,9 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
+from spectrain.output.count_progress import CountProgress
 
-from .base import BatchRequest, Source
+from .base import BatchRequest, FeaturesRead, Source
 from .server_capture import FAILURE_FILE, StoreFiller, record_failures
 from .server_states import StateRequester
 from .store import FeatureStore
@@ -52,12 +52,14 @@ def capture_features(spec: RunSpec) -> None:
             "process; leave it out, or train with source=store, which captures what it reads"
         )
     drafter = spec.drafter.build(target=target)
-    layers = drafter.stages[0].layers
+    stage = drafter.stages[0]
+    layers = stage.layers
+    reads = FeaturesRead(layers, stage.final_reach)
     requester = None
     if spec.server:
         requester = StateRequester(spec.server.build(), target, layers)
         source.engine = requester.connect(dataset.examples)
-    message = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
+    message = source.prepare(target, reads, dataset.examples)
     store = source.writable_store()
     if store is None:
         raise UserError(
@@ -111,8 +113,7 @@ def request_sequences(
     """Capture this process's share of the missing sequences from the server, and record those
     that fail.
     """
-    distinct = {store.sequence_key(example): example for example in examples}
-    missing = [example for example in distinct.values() if example not in store]
+    _, missing = store.list_distinct(examples)
     accelerator.wait_for_everyone()
     filler = StoreFiller(requester, store, shows_progress=accelerator.is_main_process)
     try:
@@ -127,24 +128,14 @@ def request_sequences(
 
 
 def fill_store(source: Source, requests: list[BatchRequest], shows_progress: bool) -> None:
-    """Let the source store the missing sequences of these batches, and print the progress every
-    30 seconds.
-    """
-    start_time = last_print = time.monotonic()
-    tokens = 0
+    """Let the source store the missing sequences of these batches."""
+    sizes = [sum(len(example.tokens) for example in request.examples) for request in requests]
+    progress = CountProgress("capturing", sum(sizes), unit="tokens", enabled=shows_progress)
     try:
-        for number, request in enumerate(requests, 1):
-            source.make_batch(request)
-            tokens += sum(len(example.tokens) for example in request.examples)
-            now = time.monotonic()
-            if shows_progress and now - last_print > 30:
-                seconds_left = (now - start_time) / number * (len(requests) - number)
-                last_print = now
-                print(
-                    f"batch {number} of {len(requests)}  {tokens / (now - start_time):.0f} "
-                    f"tokens/s  {seconds_left:.0f} s left",
-                    flush=True,
-                )
+        with progress:
+            for request, size in zip(requests, sizes):
+                source.make_batch(request)
+                progress.advance(size)
     finally:
         source.flush()
 

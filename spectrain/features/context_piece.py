@@ -254,11 +254,9 @@ class ContextGroup:
 
     def make_piece(self, num_columns: int) -> SplitPiece:
         """Return the piece of this process of rows with `num_columns` columns."""
-        return (
-            HeadsPiece(self, num_columns)
-            if self.method == "ulysses"
-            else KeysPiece(self, num_columns)
-        )
+        if self.method == "ulysses":
+            return HeadsPiece(self, num_columns)
+        return KeysPiece(self, num_columns)
 
     def collect_rows(self, parts: Sequence[Tensor], owners: RowOwners) -> list[Tensor]:
         """Send a slice of every part [N, B, h, r, D] to each process; return the received ones
@@ -302,8 +300,6 @@ class ContextGroup:
 
 def repeat_heads(part: Tensor, num_heads: int) -> Tensor:
     """Repeat the heads of [B, G, R, D] in sequence, so that there are `num_heads`."""
-    return (
-        part
-        if part.shape[1] == num_heads
-        else part.repeat_interleave(num_heads // part.shape[1], dim=1)
-    )
+    if part.shape[1] == num_heads:
+        return part
+    return part.repeat_interleave(num_heads // part.shape[1], dim=1)

@@ -5,10 +5,9 @@ target width.
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .base import BatchRequest, FeatureSource, compute_alone
+from .base import BatchRequest, FeatureSource, FeaturesRead, compute_alone
 from .batch import Batch, pad_or_pack
 
 
@@ -25,11 +24,7 @@ class LiveSource(FeatureSource):
         self.cached_bytes = 0
 
     def prepare(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        examples: list[Example] | None,
+        self, target: Target, reads: FeaturesRead, examples: list[Example] | None
     ) -> str | None:
         target.require_layers("source=live")
         return None

@@ -11,6 +11,7 @@ from typing import Any
 from spectrain.data.chat import Example
 from spectrain.errors import RunError
 from spectrain.files import write_text
+from spectrain.output.count_progress import CountProgress
 from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
 
@@ -20,7 +21,6 @@ from .store import FeatureStore
 FAILURE_FILE = "failed.jsonl"
 STOP_AFTER = 20
 """Number of consecutive failures that stops the capture at once."""
-PRINT_SECONDS = 30.0
 
 
 @dataclass
@@ -38,22 +38,24 @@ class StoreFiller:
     num_tokens: int = 0
     num_failed_in_a_row: int = 0
     start_time: float = field(default_factory=time.monotonic)
-    last_print: float = field(default_factory=time.monotonic)
 
     def fill_store(self, examples: list[Example]) -> None:
         """Capture these sequences; raise a RunError if the servers are gone or nothing succeeds
         any more.
         """
+        total = sum(len(example.tokens) for example in examples)
+        progress = CountProgress("capturing", total, unit="tokens", enabled=self.shows_progress)
         try:
-            asyncio.run(self._capture_all(examples))
+            with progress:
+                asyncio.run(self._capture_all(examples, progress))
         finally:
             self.store.flush()
 
-    async def _capture_all(self, examples: list[Example]) -> None:
+    async def _capture_all(self, examples: list[Example], progress: CountProgress) -> None:
         async def capture(example: Example) -> None:
             await self._capture_example(example)
             self.num_done += 1
-            self._print_progress(len(examples))
+            progress.advance(len(example.tokens))
 
         async with self.requester.server as server:
             await run_workers(capture, examples, server.concurrency)
@@ -95,19 +97,6 @@ class StoreFiller:
         return (
             f"what was captured is stored in {self.store.path}; start the server again, and "
             "run the same command"
-        )
-
-    def _print_progress(self, total: int) -> None:
-        now = time.monotonic()
-        if not self.shows_progress or now - self.last_print < PRINT_SECONDS:
-            return
-        self.last_print = now
-        seconds = now - self.start_time
-        print(
-            f"sequence {self.num_done} of {total}  {self.num_tokens / seconds:.0f} tokens/s  "
-            f"{len(self.failed)} failed  {seconds / self.num_done * (total - self.num_done):.0f} "
-            "s left",
-            flush=True,
         )
 
 

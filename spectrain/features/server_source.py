@@ -21,7 +21,7 @@ from spectrain.models.target import Target
 from spectrain.servers.base import Server
 from spectrain.servers.errors import ServerError
 
-from .base import BatchRequest, FeatureSource, SourceError
+from .base import BatchRequest, FeatureSource, FeaturesRead, SourceError
 from .batch import Batch, pad_or_pack
 from .server_states import ATTEMPTS, CapturedStates, OtherModelError, StateRequester, StatesError
 from .store import FeatureStore
@@ -121,27 +121,21 @@ class ServerSource(FeatureSource):
     def use_server(self, server: Server) -> None:
         self.server = server
 
-    def prepare(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        examples: list[Example] | None,
-    ) -> str:
+    def prepare(self, target: Target, reads: FeaturesRead, examples: list[Example] | None) -> str:
         """Check the server against the target and the data, and open the store, before the run
         writes anything.
         """
         assert self.server is not None, "use_server comes first"
-        self.requester = StateRequester(self.server, target, layers)
+        self.requester = StateRequester(self.server, target, reads.layers)
         engine = self.requester.connect(examples or [])
         message = (
-            f"states of layers {format_layers(layers)} from {engine}, "
+            f"states of layers {format_layers(reads.layers)} from {engine}, "
             f"{self.server.concurrency} requests at a time"
         )
         if self.kept is None:
             return message
         self.kept.engine = engine
-        stored = self.kept.prepare(target, layers, final_reach, examples)
+        stored = self.kept.prepare(target, reads, examples)
         self.store = self.kept.own_store
         if self.store is None:
             raise UserError(
@@ -197,11 +191,9 @@ class ServerSource(FeatureSource):
             del self.requests[key]
         if self.store is not None:
             return self.store.put_states(example, states, layers)
-        return (
-            states
-            if layers == requester.layers
-            else states[:, [requester.layers.index(layer) for layer in layers]]
-        )
+        if layers == requester.layers:
+            return states
+        return states[:, [requester.layers.index(layer) for layer in layers]]
 
     def _read_checked(self, result: Future[CapturedStates], tokens: list[int]) -> Tensor:
         """Wait for the states and check them against the target, which only this thread runs."""

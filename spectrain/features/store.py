@@ -90,9 +90,9 @@ class FeatureStore(FeatureCache):
         self.max_bytes = max_bytes
         self.shard_bytes = shard_bytes
         self.repair = repair
-        manifest = path / "manifest.json"
-        if manifest.exists():
-            self.contents = read_manifest(manifest)
+        self.manifest = path / "manifest.json"
+        if self.manifest.exists():
+            self.contents = read_manifest(self.manifest)
         elif requested is not None:
             self.contents = requested
         else:
@@ -224,8 +224,7 @@ class FeatureStore(FeatureCache):
                 f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise "
                 "it"
             )
-        manifest = self.path / "manifest.json"
-        self._begin_manifest(manifest)
+        self._begin_manifest()
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
         tensors = {
@@ -237,7 +236,7 @@ class FeatureStore(FeatureCache):
             with atomic_write(file) as scratch:
                 save_file(tensors, scratch, metadata={"format": "pt"})
                 # safetensors writes files that only their owner can read.
-                scratch.chmod(manifest.stat().st_mode)
+                scratch.chmod(self.manifest.stat().st_mode)
                 shard = StoreShard(
                     name,
                     scratch.stat().st_size,
@@ -248,7 +247,7 @@ class FeatureStore(FeatureCache):
         self._add_shard(shard)
         self.verified_keys |= set(self.pending)
 
-    def _begin_manifest(self, manifest: Path) -> None:
+    def _begin_manifest(self) -> None:
         """Write the manifest, or raise a UserError if another process has written that of other
         features.
         """
@@ -257,13 +256,10 @@ class FeatureStore(FeatureCache):
         with lock_file(
             self.path / ".lock", taken, REPEAT_COMMAND, MANIFEST_SECONDS, is_temporary=True
         ):
-            if not manifest.exists():
-                write_text(
-                    manifest,
-                    json.dumps({"format": FORMAT_VERSION, **asdict(self.contents)}, indent=2)
-                    + "\n",
-                )
-            elif read_manifest(manifest) != self.contents:
+            if not self.manifest.exists():
+                content = {"format": FORMAT_VERSION, **asdict(self.contents)}
+                write_text(self.manifest, json.dumps(content, indent=2) + "\n")
+            elif read_manifest(self.manifest) != self.contents:
                 raise UserError(
                     f"source.path={self.path}: another process has begun to store other features "
                     "there; choose another folder"
@@ -376,7 +372,7 @@ class FeatureStore(FeatureCache):
         """Hold a lock of the manifest, which processes that write share, so that none removes an
         unfinished file of another.
         """
-        with (self.path / "manifest.json").open() as file:
+        with self.manifest.open() as file:
             # Not every file system has locks.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -384,10 +380,9 @@ class FeatureStore(FeatureCache):
 
     def _is_written(self) -> bool:
         """Return whether another process is writing now."""
-        manifest = self.path / "manifest.json"
-        if not manifest.exists():
+        if not self.manifest.exists():
             return False
-        with manifest.open() as file:
+        with self.manifest.open() as file:
             return try_lock(file.fileno()) is None
 
     def _remove_stale_files(self) -> None:

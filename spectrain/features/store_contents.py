@@ -135,11 +135,9 @@ class StoreContents:
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
         """The layers that are stored at every position."""
-        return (
-            self.layers
-            if self.final_reach is None
-            else tuple(layer for layer in self.layers if layer != "final")
-        )
+        if self.final_reach is None:
+            return self.layers
+        return tuple(layer for layer in self.layers if layer != "final")
 
     @property
     def tensor_names(self) -> list[str]:

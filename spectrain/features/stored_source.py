@@ -16,7 +16,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
-from .base import BatchRequest, FeatureCache, FeatureSource, compute_alone
+from .base import BatchRequest, FeatureCache, FeatureSource, FeaturesRead, compute_alone
 from .batch import Batch, pad_or_pack
 from .speculators import SpeculatorsCache, find_hidden_states
 from .store import FeatureStore
@@ -65,29 +65,22 @@ class StoredSource(FeatureSource):
         # here.
         self.engine: str | None = None
 
-    def prepare(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        examples: list[Example] | None,
-    ) -> str:
+    def prepare(self, target: Target, reads: FeaturesRead, examples: list[Example] | None) -> str:
         """Open the store, and raise `UserError` if the missing sequences would exceed the size
         limit or the free disk space.
         """
-        if not layers:
+        if not reads.layers:
             raise UserError(
                 "source=store: this family reads no features, because it runs the target itself; "
                 "use source=live"
             )
-        store = self._open_store(target, layers, final_reach)
+        store = self._open_store(target, reads)
         if examples is None:
             return (
                 f"{self.path}: layers {format_layers(store.layers)}; missing sequences of the "
                 f"stream are captured, up to {self.max_gb:g} GB"
             )
-        distinct = list({store.sequence_key(example): example for example in examples}.values())
-        missing = [example for example in distinct if example not in store]
+        distinct, missing = store.list_distinct(examples)
         if missing and self.capture and self.engine is None:
             target.require_layers(
                 f"source.path={self.path} lacks {len(missing)} of {len(distinct)} sequences, "
@@ -130,14 +123,12 @@ class StoredSource(FeatureSource):
             "engine": contents.engine,
         }
 
-    def _open_store(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None
-    ) -> FeatureCache:
+    def _open_store(self, target: Target, reads: FeaturesRead) -> FeatureCache:
         if self.store is not None:
             return self.store
         if find_hidden_states(self.path) is not None:
             cache = SpeculatorsCache(self.path, target)
-            missing = [layer for layer in layers if layer not in cache.layers]
+            missing = [layer for layer in reads.layers if layer not in cache.layers]
             if missing:
                 raise UserError(
                     f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and "
@@ -148,7 +139,7 @@ class StoredSource(FeatureSource):
             return cache
         manifest = self.path / "manifest.json"
         stored = read_manifest(manifest) if manifest.exists() else None
-        requested = self._requested_contents(target, layers, final_reach, stored)
+        requested = self._requested_contents(target, reads, stored)
         if stored is not None:
             stored.check_serves(requested, self.path)
             if self.engine and not stored.engine:
@@ -162,16 +153,12 @@ class StoredSource(FeatureSource):
         return self.store
 
     def _requested_contents(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        stored: StoreContents | None,
+        self, target: Target, reads: FeaturesRead, stored: StoreContents | None
     ) -> StoreContents:
         """Return the contents that the settings request; settings left open follow the existing
         store.
         """
-        if self.supervised_only and (final_reach is None or "final" not in layers):
+        if self.supervised_only and (reads.final_reach is None or "final" not in reads.layers):
             raise UserError(
                 "source.supervised_only=true: this family reads every position; leave it out"
             )
@@ -185,15 +172,15 @@ class StoredSource(FeatureSource):
         # A server may hold the layers in other types, so only the weights outside of them are
         # known.
         weights = hash_weights(target.model) if target.has_layers and self.engine is None else None
-        reach = final_reach if stores_supervised_only else None
+        reach = reads.final_reach if stores_supervised_only else None
         identity = target.name, target.path, weights, template
         return StoreContents(
-            *identity, layers, target.width, dtype, reach, hash_head(target), self.engine
+            *identity, reads.layers, target.width, dtype, reach, hash_head(target), self.engine
         )
 
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target, layers, examples = request.target, request.layers, request.examples
-        store = self._open_store(target, layers, None)
+        store = self._open_store(target, FeaturesRead(layers))
         rows = [store.read_states(example, layers, target) for example in examples]
         num_missing = sum(row is None for row in rows)
         if _is_missing_anywhere(num_missing > 0, target):

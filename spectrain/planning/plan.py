@@ -28,7 +28,7 @@ from spectrain.runs.drafters import build_target_without_weights
 from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
-from spectrain.training.parallel import check_context
+from spectrain.training.parallel.context import check_context
 
 from .footprint import (
     DiskSizes,

@@ -20,6 +20,7 @@ from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.data.shards import FailedRow, PendingRow, Row
 from spectrain.errors import RunError, UserError
+from spectrain.features.base import FeaturesRead
 from spectrain.features.server_capture import StoreFiller, record_failures
 from spectrain.features.server_states import (
     CapturedStates,
@@ -184,8 +185,7 @@ class CapturingWriter(ServerWriter):
             str(folder), max_length=self.data.max_length, train_on=self.data.train_on
         )
         examples = reader.make_dataset(self.data.apply_arguments(self.target.template)).examples
-        distinct = {self.store.sequence_key(example): example for example in examples}
-        missing = [example for example in distinct.values() if example not in self.store]
+        distinct, missing = self.store.list_distinct(examples)
         filler = StoreFiller(self.requester, self.store, shows_progress=True)
         filler.fill_store(missing)
         record_failures(filler.failed, examples, self.store)
@@ -256,7 +256,7 @@ def make_capturing_writer(
     source.engine = requester.connect(
         [Example(prompt, [False] * len(prompt)) for prompt in prompts]
     )
-    source.prepare(target, stage.layers, stage.final_reach, None)
+    source.prepare(target, FeaturesRead(stage.layers, stage.final_reach), None)
     store = source.own_store
     if store is None:
         raise UserError(

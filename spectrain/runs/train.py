@@ -16,7 +16,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.base import Source
+from spectrain.features.base import FeaturesRead, Source
 from spectrain.files import atomic_write, write_text
 from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
@@ -30,7 +30,7 @@ from spectrain.training.checkpoints import (
     set_aside_damaged,
 )
 from spectrain.training.metrics import Tracker, read_last_step, track_run
-from spectrain.training.parallel import disconnect_processes, wait_for_loading
+from spectrain.training.parallel.launch import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
 from .callbacks import Callback, CallbackTracker
@@ -165,9 +165,9 @@ def load_inputs(
     source = make_source(spec)
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
-    report = source.prepare(
-        target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples
-    )
+    stage = drafter.stages[0]
+    reads = FeaturesRead(stage.layers, stage.final_reach)
+    report = source.prepare(target, reads, examples)
     summary = dataset.summary_line() + data.describe_omissions()
     adapted = describe_adapters(drafter) if spec.adapter else None
     report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]

@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from .parallel import ParallelStrategy
+from .parallel.base import ParallelStrategy
 
 # Steps of a training with trainer.max_minutes, before any of them is timed.
 ASSUMED_STEPS = 1000.0
@@ -82,11 +82,9 @@ class Budget:
         """The seconds of the time limit that were left after the newest step; None without a
         limit.
         """
-        return (
-            None
-            if self.max_seconds is None
-            else max(0.0, self.step_seconds - self.time_spent.seconds)
-        )
+        if self.max_seconds is None:
+            return None
+        return max(0.0, self.step_seconds - self.time_spent.seconds)
 
     def total_seconds(self, step: int) -> float | None:
         """Return the estimated seconds of the whole run after `step` steps; None before a second

@@ -356,11 +356,9 @@ class Tally:
             total.add_tally(tally)
         if rank:
             total = total.without_counts()
-        total.steps, total.supervised, total.seconds = (
-            tallies[0].steps,
-            tallies[0].supervised,
-            tallies[0].seconds,
-        )
+        total.steps = tallies[0].steps
+        total.supervised = tallies[0].supervised
+        total.seconds = tallies[0].seconds
         total.times = tallies[min(rank, len(tallies) - 1)].times
         return total
 

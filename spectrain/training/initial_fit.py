@@ -18,7 +18,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
 
-from .parallel import ParallelStrategy
+from .parallel.base import ParallelStrategy
 from .progress import RunProgress
 
 # Share of trainer.max_minutes after which the initial weights are fitted: what comes before, such

@@ -99,11 +99,9 @@ class MetricsFile:
 
 def read_last_step(path: Path) -> int:
     """Return the last step in a metrics.jsonl, or 0 where it holds none."""
-    return (
-        max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0)
-        if path.exists()
-        else 0
-    )
+    if not path.exists():
+        return 0
+    return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0)
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ from .checkpoints import (
     delete_best_except,
     set_random_state,
 )
-from .parallel import ParallelStrategy, summarize_processes
+from .parallel.base import ParallelStrategy
+from .parallel.step_timer import summarize_processes
 from .settings import TrainerSettings
 from .validation_history import ValidationHistory
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .parallel import ParameterGroups
+from .parallel.base import ParameterGroups
 
 NEW_SHARE = 0.8
 """The largest share of its outputs by which a step changes a new weight, at the peak of the

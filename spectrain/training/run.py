@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,8 @@ from .checkpoints import (
     select_trained_groups,
 )
 from .initial_fit import fit_initial_weights
-from .parallel import WAITING, ParallelStrategy, ProcessMonitor
+from .parallel.base import ParallelStrategy
+from .parallel.monitor import WAITING, ProcessMonitor
 from .progress import RunProgress
 from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
@@ -166,7 +168,35 @@ class TrainingRun(RunProgress):
         """
         return -(-self.batches_per_step // self.parallel.num_data_ranks)
 
+    @property
+    def is_save_due(self) -> bool:
+        """Whether a checkpoint is due."""
+        save_every = self.trainer.save_every
+        return save_every is not None and self.step % save_every == 0
+
+    @property
+    def is_validation_due(self) -> bool:
+        """Whether a validation is due before the end."""
+        if self.trainer.eval_every is not None:
+            return self.step % self.trainer.eval_every == 0
+        return self.is_save_due or self.step >= self.validation_schedule.next_step
+
     # Steps
+
+    def run_step(self, stop: StopSignals) -> None:
+        """Run one step on this process's share of the data. On a stop signal to any process,
+        save and exit.
+        """
+        began = time.perf_counter()
+        self.monitor.report_status(self.step, "reading data")
+        share = list(islice(self.batches, max(1, self.num_own_batches)))
+        if not self.train_step(share, stop.stop_signal, time.perf_counter() - began):
+            self.save_and_stop(stop)
+        self.data_position = self.batches.state_dict()
+        self.tally.seconds += time.perf_counter() - began
+        self.budget.record_time(self.parallel)
+        if self.skipped_in_a_row >= self.trainer.max_skipped:
+            self.abort()
 
     def train_step(
         self,

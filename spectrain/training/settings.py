@@ -18,7 +18,8 @@ from spectrain.data.dataset import Batching, Dataset
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 
-from .parallel import ParameterGroups, Sharding
+from .parallel.base import ParameterGroups
+from .parallel.launch import Sharding
 
 SettingsT = TypeVar("SettingsT", bound="TrainerSettings")
 

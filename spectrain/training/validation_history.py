@@ -62,11 +62,9 @@ def format_difference(bounds: list[float] | None) -> str:
     """Return the interval of a difference in brackets with a blank before it; nothing where it
     is unknown.
     """
-    return (
-        ""
-        if bounds is None
-        else f" (95 % interval of the difference {bounds[0]:+.3f} to {bounds[1]:+.3f})"
-    )
+    if bounds is None:
+        return ""
+    return f" (95 % interval of the difference {bounds[0]:+.3f} to {bounds[1]:+.3f})"
 
 
 @dataclass

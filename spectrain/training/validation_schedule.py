@@ -21,11 +21,9 @@ def count_affordable(total: float, spent: float, each: float) -> int:
 
     All arguments are seconds: of the whole run, of its validations so far, and of one validation.
     """
-    return (
-        max(0, math.floor((MAX_SHARE * total - spent - each) / each))
-        if each > 0
-        else MAX_VALIDATIONS
-    )
+    if each <= 0:
+        return MAX_VALIDATIONS
+    return max(0, math.floor((MAX_SHARE * total - spent - each) / each))
 
 
 @dataclass

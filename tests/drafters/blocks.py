@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.layers.block_drafter import BlockDrafter
-from spectrain.drafters.layers.layers import apply_rotary
+from spectrain.drafters.layers.llama_layer import apply_rotary
 from spectrain.models.target import Target
 
 

@@ -170,7 +170,7 @@ def test_lilicorr_scores_every_transition(shallow: Target) -> None:
     )
     rollout = drafter.make_rollout(round_context, SlotStates(states[None], 0))
     path = drafter.draft_ids[candidates[0, :2, 1]].tolist()
-    context = drafter.project_context(features)[0, -1]
+    context = drafter.fuse_features(features)[0, -1]
     rows = drafter.score_lattice(candidates, log_probs, states[None], context[None])[0].log_softmax(
         -1
     )

@@ -241,7 +241,7 @@ def test_a_single_slot_equals_a_plain_head(shallow: Target) -> None:
     layer = drafter.blocks[0]
     features = batch.features
     assert features is not None
-    context = drafter.project_context(features)
+    context = drafter.fuse_features(features)
     x = drafter.head.embed(batch.tokens)
     rope = drafter.rotary(x, batch.positions)
     q, k, v = layer.self_attn.project_qkv(layer.input_layernorm(x), rope)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle1 import Eagle1
-from spectrain.drafters.layers.layers import llama_config
+from spectrain.drafters.layers.llama_layer import llama_config
 from spectrain.drafters.layers.losses import forward_kl, top_k_loss
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError

@@ -14,7 +14,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layers.layers import NormedAttention, apply_rotary
+from spectrain.drafters.layers.llama_layer import NormedAttention, apply_rotary
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError

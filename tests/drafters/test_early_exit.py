@@ -24,6 +24,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.layers.language_model_loss import original_log_probs
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
@@ -488,8 +489,7 @@ def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
 
 def compute_original_probs(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
     """Compute the original target's probabilities [R, V], which the exits learn."""
-    log_probs = drafter._original_log_probs(batch, target)
-    assert log_probs is not None
+    log_probs = original_log_probs(batch, target, drafter.target_training)
     return log_probs(slice(0, int(batch.next_is_supervised.sum()))).exp()
 
 

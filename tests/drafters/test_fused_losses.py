@@ -23,7 +23,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, forward_kl
-from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
+from spectrain.drafters.layers.mask_blocks import add_blocks, replace_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.features.base import BatchRequest

@@ -22,6 +22,7 @@ from spectrain.drafters.peagle import PEagle
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
+from spectrain.training.report import TrainingReport
 from spectrain.training.trainer import Trainer
 from tests.targets import make_random_target
 
@@ -90,7 +91,7 @@ def test_the_loss_of_other_text_falls_from_the_first_step(
         losses.append(measure_loss(drafter, target, other_texts))
 
     # The initial weights are fitted by now.
-    monkeypatch.setattr(Trainer, "_measure_start", record)
+    monkeypatch.setattr(TrainingReport, "measure_start", record)
     Trainer(lr="auto", max_steps=12, batch_tokens=128).fit(
         drafter, target, dataset, LiveSource(), tmp_path, on_step=record
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.drafters.layers.layers import llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import llama_config, make_rotary
 from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.models import attention
 from spectrain.models.attention import attend_rows, causal_attention

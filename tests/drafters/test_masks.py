@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.layers import masks
-from spectrain.drafters.layers.masks import (
+from spectrain.drafters.layers import mask_blocks
+from spectrain.drafters.layers.mask_blocks import (
     MaskBlocks,
     add_blocks,
     init_mask_vectors,
@@ -281,11 +281,11 @@ def test_starting_masks_looks_at_some_embeddings_at_a_time(
     """The embeddings are read in chunks, so that no tensor is as large as all of them, and the
     masks are the same.
     """
-    rows = masks.EMBEDDING_CHUNK
+    rows = mask_blocks.EMBEDDING_CHUNK
     chunk_sizes = []
     torch.manual_seed(0)
     expected = init_mask_vectors(tiny.head.embedding, 3)
-    monkeypatch.setattr(masks, "EMBEDDING_CHUNK", 300)
+    monkeypatch.setattr(mask_blocks, "EMBEDDING_CHUNK", 300)
     handle = tiny.head.embedding.register_forward_hook(
         lambda module, args, output: chunk_sizes.append(len(output))
     )

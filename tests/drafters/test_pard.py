@@ -20,7 +20,7 @@ from spectrain.decoding.acceptance.rejection import RecursiveRejection, Speculat
 from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.layers.masks import add_blocks
+from spectrain.drafters.layers.mask_blocks import add_blocks
 from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest

@@ -16,7 +16,7 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.losses import forward_kl
-from spectrain.drafters.layers.masks import add_blocks
+from spectrain.drafters.layers.mask_blocks import add_blocks
 from spectrain.drafters.pard import FEATURE_SCALE, Pard
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest

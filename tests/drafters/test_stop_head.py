@@ -9,8 +9,7 @@ import torch
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.drafters.causal import Causal
-from spectrain.drafters.layers.stop_head import REJECTION_WEIGHT, StopHead
+from spectrain.drafters.causal import REJECTION_WEIGHT, Causal, StopHead
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import HeadTarget, Projection
 from spectrain.models.target import Target

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.config.build import GroupSpec
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
+from spectrain.drafters.layers.llama_layer import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 from spectrain.export import measure
 from spectrain.export.converter import convert, read_drafter

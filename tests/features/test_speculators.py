@@ -14,7 +14,7 @@ from spectrain.data.tokens import PreparedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.base import BatchRequest, Source
+from spectrain.features.base import BatchRequest, FeaturesRead, Source
 from spectrain.features.live_source import LiveSource
 from spectrain.features.speculators import SpeculatorsCache, find_hidden_states
 from spectrain.features.stored_source import StoredSource
@@ -94,7 +94,9 @@ def make_drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
 
 def prepare_source(source: Source, drafter: Drafter, target: Target, rows: list[Example]) -> str:
     """Return the source's message before a training of this drafter."""
-    message = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, rows)
+    message = source.prepare(
+        target, FeaturesRead(drafter.stages[0].layers, drafter.stages[0].final_reach), rows
+    )
     assert message is not None
     return message
 

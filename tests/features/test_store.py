@@ -23,7 +23,7 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
-from spectrain.features.base import BatchRequest, Source
+from spectrain.features.base import BatchRequest, FeaturesRead, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
 from spectrain.features.store import FeatureStore, compute_checksum
@@ -439,9 +439,14 @@ def make_drafter(shallow: Target, **options: Any) -> Eagle3:
     return drafter
 
 
+def read_features(drafter: Drafter) -> FeaturesRead:
+    """Return what the loss of a drafter's first stage reads."""
+    return FeaturesRead(drafter.stages[0].layers, drafter.stages[0].final_reach)
+
+
 def prepare_source(source: Source, drafter: Drafter, target: Target, rows: list[Example]) -> str:
     """Return the source's message before a training of this drafter."""
-    message = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, rows)
+    message = source.prepare(target, read_features(drafter), rows)
     assert message is not None
     return message
 
@@ -453,12 +458,7 @@ def train_losses(
     trainer = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3)
     drafter = make_drafter(shallow)
     if is_prepared:
-        source.prepare(
-            shallow,
-            drafter.stages[0].layers,
-            drafter.stages[0].final_reach,
-            make_dataset().examples,
-        )
+        source.prepare(shallow, read_features(drafter), make_dataset().examples)
     try:
         trainer.fit(drafter, shallow, make_dataset(), source, run, on_step=on_step)
     finally:
@@ -653,7 +653,7 @@ def test_captured_states_do_not_depend_on_the_batch(
         StoredSource(str(tmp_path / "apart")),
     ]
     for source in sources:
-        source.prepare(shallow, layers, None, examples)
+        source.prepare(shallow, FeaturesRead(layers), examples)
     for example in examples:
         sources[2].make_batch(BatchRequest([example], shallow, layers))
     live, *stored = (

@@ -22,7 +22,7 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.targets import TargetFiles
-from spectrain.features.base import BatchRequest
+from spectrain.features.base import BatchRequest, FeaturesRead
 from spectrain.features.live_source import LiveSource
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.architectures.vision import (
@@ -237,7 +237,7 @@ def test_stored_features_are_the_live_ones(
     examples = make_examples(target, pictures)
     layers = (1, "final")
     store = StoredSource(str(tmp_path / "store"))
-    store.prepare(target, layers, None, examples)
+    store.prepare(target, FeaturesRead(layers), examples)
     request = BatchRequest(examples, target, layers)
     live, captured, read = (
         source.make_batch(request).features for source in (LiveSource(1.0), store, store)

@@ -26,7 +26,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
 from spectrain.training import run as training_run
-from spectrain.training.parallel import ProcessMonitor
+from spectrain.training.parallel.monitor import ProcessMonitor
 from spectrain.training.trainer import Trainer
 from tests.training import worker
 

@@ -29,7 +29,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.servers.ports import find_free_port
-from spectrain.training.parallel import check_context, choose_method
+from spectrain.training.parallel.context import check_context, choose_method
 from tests import commands
 from tests.factories import make_drafter
 from tests.training import worker

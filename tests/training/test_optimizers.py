@@ -13,6 +13,7 @@ from torch import nn
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import flatten_optimizer, unflatten_optimizer
+from spectrain.training.checks import check_family, check_validations
 from spectrain.training.settings import Constant, Muon, Schedule, Wsd
 from spectrain.training.trainer import Trainer
 
@@ -117,14 +118,17 @@ def test_muon_is_refused_where_weights_are_in_parts(sharding: str, tmp_path: Pat
         UserError,
         match=f"optimizer=muon: .*sharding={sharding}.*use trainer.sharding=ddp or optimizer=adamw",
     ):
-        Trainer(optimizer=Muon())._validate(cast(Any, drafter), cast(Any, source), shared)
+        check_family(Trainer(optimizer=Muon()), cast(Any, drafter), cast(Any, source), shared)
 
 
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
     shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name="zero2")
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
-        Trainer(ema=0.9)._validate_held_out(
-            shared, Dataset([], 0, 0, 0), cast(Any, SimpleNamespace(has_layers=True))
+        check_validations(
+            Trainer(ema=0.9),
+            shared,
+            Dataset([], 0, 0, 0),
+            cast(Any, SimpleNamespace(has_layers=True)),
         )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.layers import Attention, Mlp
+from spectrain.drafters.layers.llama_layer import Attention, Mlp
 from spectrain.models.attention import causal_attention
 from spectrain.models.fast import is_packed, packed_product, shared_input
 from spectrain.models.kv_cache import TreeCache

@@ -10,38 +10,32 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, LayerCount, NotNegative, Seed, Steps, VocabularySize
-from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import (
-    Capture,
-    ContextParallel,
-    OnePassCost,
-    SavedFiles,
-)
+from spectrain.drafters.base import Losses, TrainingState
+from spectrain.drafters.capabilities import ContextParallel, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear, WeightBlock
 from spectrain.trees.rollout import Draft, Rollout
 
 from ..step_cost import BatchShape, Run, StepCost
 from .anchors import Anchors, SharedAnchors, sample_anchors
-from .fused_input import FusedInput, choose_fused_layers, make_embedding
+from .fused_input import FusedDrafter, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates
-from .layers import (
+from .llama_layer import (
     Mlp,
     NormedAttention,
     append_and_attend,
-    check_layer_keys,
     init_from_target,
     llama_config,
     make_rotary,
@@ -49,17 +43,13 @@ from .layers import (
 from .mask_token import check_mask_unused, resolve_mask_token
 from .target_kind import (
     KIND_VARIANTS,
-    LATENT_KEYS,
     ExpertBlock,
     LatentAttention,
-    check_latent_keys,
+    check_architecture,
     is_latent,
     layer_changes,
 )
-from .vocabulary import Supervision, VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from .vocabulary import Supervision
 
 Rope = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
@@ -132,7 +122,7 @@ class BlockLayer(WeightBlock):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class BlockDrafter(VocabularyDrafter):
+class BlockDrafter(FusedDrafter):
     """Layers over blocks of mask tokens, with the target's fused features as further keys and
     values in every layer.
 
@@ -153,11 +143,7 @@ class BlockDrafter(VocabularyDrafter):
             "own_embedding",
         ),
     )
-    capabilities = replace(
-        VocabularyDrafter.capabilities,
-        capture=Capture(state_names=("cache",)),
-        cost=OnePassCost,
-    )
+    capabilities = replace(FusedDrafter.capabilities, cost=OnePassCost)
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
@@ -171,25 +157,20 @@ class BlockDrafter(VocabularyDrafter):
                 f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds "
                 "the anchor"
             )
-        architecture = config.architecture or {}
-        check_layer_keys(architecture, (*KIND_VARIANTS, *LATENT_KEYS))
-        check_latent_keys(architecture)
+        architecture = check_architecture(config.architecture or {}, KIND_VARIANTS)
         rows = target.head.vocab_size
         layer_config = llama_config(target, layer_changes(target, architecture))
-        self.fused_layers = choose_fused_layers(
+        self.read_target(
             target, config.layers, lambda: default_layers(target.num_layers, config.num_layers)
         )
-        self.layers = (*self.fused_layers, "final")
         self.block_size, self.sample_from_anchor = config.block_size, config.sample_from_anchor
-        self.causal, self.window, self.num_anchors = (
-            config.causal,
-            config.window,
-            config.num_anchors,
-        )
+        self.causal = config.causal
+        self.window = config.window
+        self.num_anchors = config.num_anchors
         self.start, self.seed, self.decay = config.start, config.seed, config.decay
         self.mask_token_id = resolve_mask_token(target, config.mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
-        self.head, width = target.head, target.width
+        width = target.width
         self.embed_tokens = make_embedding(target, config.own_embedding)
         self.fc = BlockLinear(len(self.fused_layers) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
@@ -197,7 +178,7 @@ class BlockDrafter(VocabularyDrafter):
         for block in self._block_layers:
             if is_latent(architecture):
                 block.self_attn = LatentAttention(layer_config, width)
-            if architecture.get("experts"):
+            if architecture["experts"]:
                 block.mlp = ExpertBlock(target)
         self.norm = nn.RMSNorm(width, eps=layer_config.rms_norm_eps)
         size = rows if config.vocab_size is None else min(config.vocab_size, rows)
@@ -213,7 +194,6 @@ class BlockDrafter(VocabularyDrafter):
                 self.num_drafts, self._block_layers[0].self_attn.num_heads
             ),
         )
-        self.cache: TreeCache | None = None
 
     @property
     def first_draft_slot(self) -> int:
@@ -245,15 +225,11 @@ class BlockDrafter(VocabularyDrafter):
                     self.lm_head.parameters(), self.head.output.parameters()
                 ):
                     parameter.copy_(target_parameter[ids])
-        self.fused_input.copy_embedding(target.device)
+        self.copy_embedding(target.device)
         if self.start == "target":
             init_from_target(self.fc, self.norm, target)
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers, final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the layers over the slots of the blocks after the sampled anchors."""
@@ -280,7 +256,7 @@ class BlockDrafter(VocabularyDrafter):
     def _training_states(self, batch: Batch, anchors: Anchors, state: TrainingState) -> Tensor:
         """Compute the normed states [A, S, W] of the blocks of this process."""
         shared = SharedAnchors.share_anchors(anchors, batch)
-        context = self.project_context(batch.input_features)
+        context = self.fuse_features(batch.input_features)
         # Some scalings of the rotary embedding depend on the last position of all processes.
         cos, sin = self.rotary(context, batch.positions)
         context_rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
@@ -310,24 +286,9 @@ class BlockDrafter(VocabularyDrafter):
         outputs: Tensor = layer(x, rope, context, context_rope, attend)
         return outputs
 
-    @property
-    def fused_input(self) -> FusedInput:
-        """What reads features and tokens, made of the drafter's modules."""
-        return FusedInput(
-            self.fused_layers,
-            self.head,
-            self.fc,
-            self.embed_tokens,
-            output_norm=self.hidden_norm,
-        )
-
-    def project_context(self, features: Features) -> Tensor:
-        """Project the target's fused layers to the context [.., W] that every layer reads."""
-        return self.project_fused(self.fused_input.fuse(features))
-
     def project_fused(self, fused: Tensor) -> Tensor:
-        """Project concatenated states of the fused layers to the context [.., W]."""
-        return self.fused_input.project(fused)
+        """Project concatenated layers to the context [.., W] that every layer reads."""
+        return self.hidden_norm(super().project_fused(fused))
 
     def embed_blocks(self, roots: Tensor) -> Tensor:
         """Embed the blocks [A, S, W] of anchor tokens [A]: the token, then mask tokens."""
@@ -335,17 +296,15 @@ class BlockDrafter(VocabularyDrafter):
             [roots[:, None], roots.new_full((len(roots), self.block_size - 1), self.mask_token_id)],
             dim=1,
         )
-        return self.fused_input.embed(tokens)
+        return self.embed_inputs(tokens)
 
     @property
     def projection(self) -> Projection:
         """The output layer over the draft vocabulary, with the target's scale and cap."""
         target_projection = self.head.projection
-        return (
-            target_projection
-            if self.lm_head is None
-            else replace(target_projection, weight=self.lm_head.weight, bias=self.lm_head.bias)
-        )
+        if self.lm_head is None:
+            return target_projection
+        return replace(target_projection, weight=self.lm_head.weight, bias=self.lm_head.bias)
 
     # Decoding
 
@@ -367,7 +326,7 @@ class BlockDrafter(VocabularyDrafter):
         """Compute the normed states [B, S, W] of the block after each root; only the context
         stays in the cache.
         """
-        target_context = self.project_context(context.new_features)
+        target_context = self.fuse_features(context.new_features)
         x = self.embed_blocks(context.root)
         counts = context.num_new[:, None]
         num_new = target_context.shape[1]
@@ -410,13 +369,9 @@ class BlockDrafter(VocabularyDrafter):
         lm_head = self.head.output if self.lm_head is None else self.lm_head
         return lm_head(states.to(lm_head.weight.dtype)).float()
 
-    def scale_and_cap(self, product: Tensor) -> Tensor:
-        """Apply the target's scale and cap to products [.., V]."""
-        return self.head.scale_and_cap(product)
-
     def log_q(self, product: Tensor) -> Tensor:
         """Compute log q [.., V] from products [.., V]."""
-        return self.scale_and_cap(product).log_softmax(-1)
+        return self.head.scale_and_cap(product).log_softmax(-1)
 
 
 def default_layers(num_layers: int, count: int) -> list[int]:

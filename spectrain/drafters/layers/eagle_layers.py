@@ -9,46 +9,36 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from spectrain.drafters.base import Stage
-from spectrain.drafters.capabilities import Capture
-from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import FeatureLinear
-from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .fused_input import FusedInput, choose_fused_layers, make_embedding
-from .layers import (
+from .fused_input import FusedDrafter, make_embedding
+from .llama_layer import (
     Attention,
     Mlp,
     NormedAttention,
-    check_layer_keys,
     init_from_target,
     llama_config,
     make_rotary,
 )
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .target_kind import (
-    LATENT_KEYS,
     ExpertBlock,
     LatentAttention,
-    check_latent_keys,
     is_latent,
     layer_changes,
 )
-from .vocabulary import VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 NORM_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
 EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]
@@ -73,22 +63,6 @@ def default_layers(num_layers: int) -> list[int]:
     while len(layers) < 3 and layers[-1] < num_layers - 1:
         layers.append(layers[-1] + 1)
     return layers
-
-
-def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
-    """Return the architecture with all variants; refuse unknown keys, and norms that exclude
-    each other.
-    """
-    has_latent = "latent_attention" in variants
-    check_layer_keys(architecture, (*variants, *(LATENT_KEYS if has_latent else ())))
-    complete = {**dict.fromkeys(variants, False), **architecture}
-    if complete.get("norm_before_fc") and complete.get("fc_norm"):
-        raise UserError(
-            "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
-            "one of them"
-        )
-    check_latent_keys(complete)
-    return complete
 
 
 @dataclass(frozen=True)
@@ -127,7 +101,7 @@ class LaterLayer(WeightBlock):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleDrafter(VocabularyDrafter):
+class EagleDrafter(FusedDrafter):
     """A first layer that reads the concatenated embedding and hidden state, and Llama layers after
     it (`later`).
 
@@ -135,7 +109,6 @@ class EagleDrafter(VocabularyDrafter):
     its tensor names on disk.
     """
 
-    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
     # Whether the next draft step reads the normed output.
     norm_output = False
 
@@ -143,11 +116,8 @@ class EagleDrafter(VocabularyDrafter):
         super().__init__()
         architecture = settings.architecture
         config = llama_config(target, layer_changes(target, architecture))
-        self.fused_layers = choose_fused_layers(
-            target, settings.layers, lambda: default_layers(target.num_layers)
-        )
-        self.layers = (*self.fused_layers, "final")
-        self.window, self.start, self.head = settings.window, settings.start, target.head
+        self.read_target(target, settings.layers, lambda: default_layers(target.num_layers))
+        self.window, self.start = settings.window, settings.start
         self.norm_before_residual = architecture["norm_before_residual"]
         rows = target.head.vocab_size
         width = target.width
@@ -178,6 +148,7 @@ class EagleDrafter(VocabularyDrafter):
         self.post_attention_layernorm = make_norm()
         self.mlp = make_mlp()
         self.norm = make_norm()
+        self.num_layers = settings.num_layers
         self.later = nn.ModuleList(
             LaterLayer(config, attention, settings.window, make_mlp)
             for _ in range(settings.num_layers - 1)
@@ -186,11 +157,6 @@ class EagleDrafter(VocabularyDrafter):
         self.rotary = make_rotary(config)
         self.has_dynamic_rope = depends_on_length(config.rope_parameters)
         self.add_vocabulary(vocab_size, rows)
-        self.cache: TreeCache | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return 1 + len(self.later)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and, unless `start` is random, initialise head, norm and `fc`
@@ -203,41 +169,20 @@ class EagleDrafter(VocabularyDrafter):
         already reads.
         """
         ids = self.choose_vocabulary(token_counts)
-        self.fused_input.copy_embedding(target.device)
+        self.copy_embedding(target.device)
         if self.start == "random":
             return
         init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
         init_from_target(self.fc, self.norm, target)
 
-    @property
-    def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers, final_reach=0)]
-
-    @property
-    def fused_input(self) -> FusedInput:
-        """What reads features and tokens, made of the drafter's modules."""
-        return FusedInput(
-            self.fused_layers,
-            self.head,
-            self.fc,
-            self.embed_tokens,
-            fused_norm=self.input_norm,
-            layer_norms=self.fc_norm,
-        )
-
-    def fuse_features(self, features: Features) -> Tensor:
-        """Project the target's fused layers to the first hidden state [B, T, D]."""
-        return self.project_fused(self.fused_input.fuse(features))
-
     def project_fused(self, fused: Tensor) -> Tensor:
-        """Project concatenated states [B, T, fused layers * D] to [B, T, D]."""
-        return self.fused_input.project(fused)
-
-    def embed_inputs(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [B, T] to [B, T, D], with the drafter's own embedding or the target's
-        frozen one.
-        """
-        return self.fused_input.embed(tokens)
+        fused = fused.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            fused = self.input_norm(fused)
+        if self.fc_norm is not None:
+            parts = fused.chunk(len(self.fc_norm), dim=-1)
+            fused = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return super().project_fused(fused)
 
     def attention_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T,

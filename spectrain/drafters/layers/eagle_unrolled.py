@@ -1,37 +1,116 @@
 """EAGLE's layers unrolled over their own states, one draft step after another (Li et al., 2025,
 section 3.2).
 
-Shapes: B batch, T tokens, D target width, R supervised rows.
+Shapes: B batch, T tokens, W positions of a row that steps run at, H heads, D target width or head
+size, R supervised rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses, TrainingState
-from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
-from spectrain.models.attention import MASKED_ROWS
+from spectrain.models.attention import MASKED_ROWS, attend_rows
 from spectrain.models.cache_types import AttentionOptions
-from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.token_tree import AcceptedPath
 
 from ..step_cost import BatchShape, Run, StepCost
 from .eagle_layers import EagleDrafter
-from .layers import Attention
+from .llama_layer import Attention
+from .state_rollout import StateDrafter
 from .unrolled_attention import unrolled_attention
 from .vocabulary import Supervision
-from .window_rows import WindowRows
 
 LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values per layer
 
 
-class UnrolledEagle(EagleDrafter):
+@dataclass(frozen=True)
+class WindowRows:
+    """Consecutive positions of every text of a batch: those at which draft steps run where only a
+    window of each text carries loss (`trainer.loss_tokens`).
+
+    Position t of step i predicts token t + 2 + i and attends to the first step's keys up to itself,
+    so positions before a window take part in the first step alone.
+    """
+
+    # [B, W] the positions' columns in the batch.
+    index: Tensor
+    # First position of each text, in the text.
+    first: tuple[int, ...]
+    # Positions of each text, and lengths of the texts, where texts are packed into one row.
+    widths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    @classmethod
+    def select(cls, batch: Batch, num_steps: int) -> WindowRows | None:
+        """Return the positions that some of `num_steps` steps supervises; None without windows
+        or if they are all positions.
+        """
+        if batch.loss_windows is None:
+            return None
+        first = [max(0, start - 1 - num_steps) for start, _ in batch.loss_windows]
+        widths = [end - begin for begin, (_, end) in zip(first, batch.loss_windows)]
+        device = batch.tokens.device
+        if batch.lengths is None:
+            length = batch.tokens.shape[1]
+            width = max(widths)
+            if width >= length:
+                return None
+            first = [min(begin, length - width) for begin in first]
+            return cls(
+                torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device),
+                tuple(first),
+            )
+        if widths == [*batch.lengths]:
+            return None
+        starts = accumulate(batch.lengths[:-1], initial=0)
+        parts = [
+            torch.arange(start + begin, start + begin + width, device=device)
+            for start, begin, width in zip(starts, first, widths)
+        ]
+        return cls(torch.cat(parts)[None], tuple(first), tuple(widths), batch.lengths)
+
+    def take(self, part: Tensor) -> Tensor:
+        """Return the positions [B, W, ..] of values [B, T, ..]."""
+        if part.dim() == 2:
+            return part.expand(len(self.index), -1).gather(1, self.index)
+        return torch.stack([row[columns] for row, columns in zip(part, self.index)])
+
+    def take_heads(self, heads: Tensor) -> Tensor:
+        """Return the positions [B, H, W, D] of heads [B, H, T, D]."""
+        return self.take(heads.transpose(1, 2)).transpose(1, 2)
+
+    def attend(
+        self, q: Tensor, keys: list[Tensor], values: list[Tensor], options: AttentionOptions
+    ) -> Tensor:
+        """Return [B, H, W, D]: queries at these positions see the keys and values of the first step
+        [B, K, T, D] up to themselves, and of later steps [B, K, W, D] those at their own position.
+        """
+        if self.widths is None or self.lengths is None:
+            texts = [[part[row : row + 1] for part in (q, *keys, *values)] for row in range(len(q))]
+        else:
+            sizes = [self.widths, *([self.lengths, *[self.widths] * (len(keys) - 1)] * 2)]
+            texts = [
+                [*parts]
+                for parts in zip(
+                    *(part.split(size, 2) for part, size in zip((q, *keys, *values), sizes))
+                )
+            ]
+        outputs = [
+            attend_rows(parts[0], parts[1 : 1 + len(keys)], parts[1 + len(keys) :], first, options)
+            for first, parts in zip(self.first, texts)
+        ]
+        return torch.cat(outputs, dim=0 if self.widths is None else 2)
+
+
+class UnrolledEagle(EagleDrafter, StateDrafter):
     """A drafter whose draft steps read the states of earlier steps, in training as in decoding."""
 
     # Loss weight of each draft step relative to the step before it.
@@ -76,11 +155,16 @@ class UnrolledEagle(EagleDrafter):
         states = list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
             is_supervised = supervision.is_supervised(step)
-            whole = rows is None or hidden.shape[1] == is_supervised.shape[1]
-            states.append(
-                hidden[is_supervised if whole or rows is None else rows.take(is_supervised)]
-            )
+            if rows is not None and self._returns_rows(step):
+                is_supervised = rows.take(is_supervised)
+            states.append(hidden[is_supervised])
         return states
+
+    def _returns_rows(self, step: int) -> bool:
+        """Tell whether a step returns states at chosen rows only: each but a first one of several
+        layers, whose later layers attend to what the layers before return.
+        """
+        return step > 0 or self.num_layers == 1
 
     def unroll_steps(
         self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None
@@ -94,7 +178,7 @@ class UnrolledEagle(EagleDrafter):
         hidden = self.fuse_features(batch.input_features)
         step_kv = list[LayerKeysValues]()
         for step in range(count):
-            if step == 1 and rows is not None and hidden.shape[1] == batch.tokens.shape[1]:
+            if step == 1 and rows is not None and not self._returns_rows(0):
                 hidden = rows.take(hidden)
             hidden, new_kv = state.run_checkpointed(
                 self.run_step, batch, hidden, step, step_kv[:], rows
@@ -127,7 +211,7 @@ class UnrolledEagle(EagleDrafter):
         rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
         new_kv: LayerKeysValues = []
         # Nothing reads what the last layer returns before a window.
-        is_cut = step == 0 and rows is not None and self.num_layers == 1
+        is_cut = step == 0 and rows is not None and self._returns_rows(0)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             def mix_values(own_q: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
@@ -159,28 +243,3 @@ class UnrolledEagle(EagleDrafter):
         """
         head_inputs = [self.head_inputs(state) for state in states]
         return supervision.judge_steps(head_inputs, self.lm_head, self.step_decay, self.num_steps)
-
-    # Decoding
-
-    def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
-        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and
-        the drafter's cache.
-        """
-        self.cache = context.drafting_cache(
-            self.cache, self.num_layers, context.builder.max_drafted
-        )
-        num_new = context.new_features.tokens.shape[1]
-        output = self.run(
-            context.next_tokens,
-            self.fuse_features(context.new_features),
-            self.cache.next_slots(num_new),
-            self.cache,
-            None,
-        )
-        self.cache.commit(None, context.num_new)
-        return context.last_state(output), self.cache
-
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Remove the draft's uncommitted entries from the cache."""
-        assert self.cache is not None
-        self.cache.roll_back()

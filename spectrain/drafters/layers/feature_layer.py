@@ -7,39 +7,32 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.capabilities import Capture, OutputLayerCost
+from spectrain.drafters.capabilities import OutputLayerCost
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
-from spectrain.models.features import Layer
-from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.token_tree import AcceptedPath
+from spectrain.models.features import Features, Layer
+from spectrain.models.target import Target
+from spectrain.trees.rollout import Draft
 
 from ..step_cost import BatchShape, Judged, Run, StepCost
-from .vocabulary import Supervision, VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from .state_rollout import StateDrafter, StateRollout
+from .vocabulary import Supervision
 
 StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 
 
-class FeatureLayerDrafter(VocabularyDrafter):
+class FeatureLayerDrafter(StateDrafter):
     """A recurrent layer from feature to feature, under the target's own embedding, head and
     vocabulary.
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    capabilities = replace(
-        VocabularyDrafter.capabilities,
-        capture=Capture(state_names=("cache",)),
-        cost=OutputLayerCost,
-    )
+    capabilities = replace(StateDrafter.capabilities, cost=OutputLayerCost)
     repeated_parts = ("fc", "self_attn", "mlp", "block")
     # Number of draft steps that are unrolled in training.
     num_steps: int
@@ -48,7 +41,6 @@ class FeatureLayerDrafter(VocabularyDrafter):
     # Values that the backward pass stores per token and step besides the modules' own, in widths of
     # the target.
     extra_widths: int
-    cache: TreeCache | None = None
 
     def use_target_vocabulary(self, target: Target) -> None:
         """Use the target's head and all of its tokens; nothing of them is saved."""
@@ -94,15 +86,14 @@ class FeatureLayerDrafter(VocabularyDrafter):
 
     # Decoding
 
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Remove the draft's uncommitted entries from the cache."""
-        assert self.cache is not None
-        self.cache.roll_back()
+    def fuse_features(self, features: Features) -> Tensor:
+        """Return the features [B, P, D] that the layer itself predicts."""
+        return features.at_layer("final")
+
+    def draft(self, context: Context) -> Draft:
+        """Read the features of the last accepted tokens, and draft from the last of them."""
+        root, cache = self.read_accepted(context)
+        return Draft(StateRollout(self, cache, root))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [B, F, V] of features [B, F, D]."""
         return self.head.logits(hidden.to(self.head.output.weight.dtype))
-
-    def log_q(self, hidden: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.logits(hidden).log_softmax(-1)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,9 @@ from spectrain.kernels.linear_divergence import restrict_target
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 
-from .layers import final_norm_scale, init_self_attention
+from .eagle_unrolled import UnrolledEagle
+from .llama_layer import final_norm_scale
 from .vocabulary import shift_labels
-
-if TYPE_CHECKING:
-    from .eagle_unrolled import UnrolledEagle
 
 # Size of the residual stream relative to a state of the target. It is about the size of the
 # predictions, so that a later draft step, which reads a prediction, finds what the first one finds.
@@ -236,7 +234,7 @@ class EagleFitter:
         drafter.hidden_norm.weight.fill_(read_size)
         drafter.norm.weight.copy_(self.scale)
         # Its inputs are smaller then, and products of queries and keys with them.
-        init_self_attention(drafter.self_attn, strength=1.2 * (2 / (1 + read_size**2)) ** 0.5)
+        drafter.self_attn.init_self(strength=1.2 * (2 / (1 + read_size**2)) ** 0.5)
 
     def fit_fc(self) -> None:
         """Fit fc to the states that the next draft step reads in place of its outputs."""

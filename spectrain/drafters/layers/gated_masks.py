@@ -7,11 +7,9 @@ supervised masks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +20,15 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
 from spectrain.randomness import NOISE, sequence_generator
 
 from ..step_cost import BatchShape, Judged, Run, StepCost
 from .heads import Sampler
 from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
 from .losses import LossName, TargetLogProbs, head_loss
+from .mask_blocks import MaskBlocks, add_blocks, sample_prefixes, tile_prefixes
 from .mask_drafter import MaskDrafter, Strategy
-from .masks import MaskBlocks, add_blocks, replace_embeddings, sample_prefixes, tile_prefixes
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +76,10 @@ class GatedMasks(MaskDrafter):
     `consistency` times the mean square of state - state of the ordinary token at that position,
     which is held fixed (the latent consistency loss). The label is the data's token or the target's
     distribution, from the ordinary token of the same forward. Blocks of all masks follow random
-    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 + E
-    mask_ratio) T tokens of a sequence with E chains; or blocks of `tiles` tokens, these lengths one
-    after another for equal parts of the training, tile the text. Each mask weighs `step_decay`
-    times the one before it.
+    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 +
+    mask_ratio) T tokens of a sequence; or blocks of `tiles` tokens, these lengths one after another
+    for equal parts of the training, tile the text. Each mask weighs `step_decay` times the one
+    before it.
 
     Decoding verifies a tree and its masks in one forward. quadratic puts all masks after every
     node, so that drafts are ready whatever is accepted, or with `num_hosts` after so many nodes
@@ -93,8 +89,6 @@ class GatedMasks(MaskDrafter):
     cached; its prediction at the root, the target's own, is the first draft, those at masks are the
     others.
     """
-
-    masks: nn.Parameter | None  # [E K, D] learned inputs of the masks
 
     def __init__(self, target: Target, config: MaskConfig, first_layer: int = 0) -> None:
         super().__init__()
@@ -106,11 +100,9 @@ class GatedMasks(MaskDrafter):
         self.tiles = config.tiles
         self.num_hosts = config.num_hosts
         self.divergence = config.loss
-        self.consistency, self.mask_ratio, self.seed = (
-            config.consistency,
-            config.mask_ratio,
-            config.seed,
-        )
+        self.consistency = config.consistency
+        self.mask_ratio = config.mask_ratio
+        self.seed = config.seed
         self.step_decay = config.step_decay
         # The first layer of the target that the masks run through.
         self.first_layer = first_layer
@@ -128,25 +120,20 @@ class GatedMasks(MaskDrafter):
             self.saved, layout=peft_layout(self.names), sidecars=sidecars if self.rank else {}
         )
         self.factors = nn.ModuleList(LoraFactors(linear, self.rank) for linear in linears.values())
-        self.register_parameter("masks", None)
         self.add_inputs(target)
         self.sampler = Sampler(target.width) if config.sampler else None
 
-    @abstractmethod
     def add_inputs(self, target: Target) -> None:
-        """Add the parameters that the inputs of the masks are made of."""
-
-    @property
-    def mask_vectors(self) -> Tensor | None:
-        """The embeddings of the masks: [E K, D], or [B, 1, D]; None if the masks have those of
-        their tokens.
+        """Add the parameters that the inputs of the masks are made of; by default there are none,
+        and masks have the embeddings of their tokens.
         """
-        return self.masks
 
-    def insert_states(
-        self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    def insert_inputs(
+        self, target: Target, mask_index: Tensor, rows: Tensor, hosts: Tensor | None
     ) -> AbstractContextManager[None]:
-        """Replace the masks' states inside the target, inside the context; by default none."""
+        """Replace the masks' embeddings, or states, inside the context; by default none. The
+        arguments are those of `insert_masks`.
+        """
         return nullcontext()
 
     # The gate
@@ -161,12 +148,7 @@ class GatedMasks(MaskDrafter):
     ) -> Iterator[None]:
         rows = (mask_index >= 0).flatten().nonzero()[:, 0] if rows is None else rows
         with ExitStack() as stack:
-            if self.mask_vectors is not None:
-                stack.enter_context(
-                    replace_embeddings(target.head.embedding, self.mask_vectors, mask_index)
-                )
-            if hosts is not None and len(rows):
-                stack.enter_context(self.insert_states(target, mask_index, hosts, rows))
+            stack.enter_context(self.insert_inputs(target, mask_index, rows, hosts))
             if self.rank and len(rows):
                 factors = dict(zip(self.names, self.factors))
                 stack.enter_context(
@@ -180,14 +162,12 @@ class GatedMasks(MaskDrafter):
         """Return the cost of the target's layers over all tokens and masks, with an attention
         mask in every layer.
         """
-        num_masks = self.ensembles * (
-            batch.supervised if self.tiles else self.mask_ratio * batch.tokens
-        )
+        judged = batch.supervised if self.tiles else self.mask_ratio * batch.tokens
+        num_masks = judged * self.masks_per_host / self.num_masks
         rows = batch.tokens + num_masks
         layers = nn.ModuleList(list(target.layers)[self.first_layer :])
         runs = [Run(layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
         runs += [Run(self.factors, num_masks, 0)]
-        judged = num_masks / self.ensembles
         below = rows * self.first_layer / target.num_layers
         return StepCost(
             runs,
@@ -200,7 +180,7 @@ class GatedMasks(MaskDrafter):
             return super().loss(batch, target, state)
         blocks = self.make_blocks(batch, state)
         grad = torch.is_grad_enabled()
-        with self.insert_masks(target, self.chain_mask_index(blocks), hosts=blocks.host_index):
+        with self.insert_masks(target, self.number_masks(blocks), hosts=blocks.host_index):
             features = target.run(
                 blocks.tokens,
                 ForwardPlan(
@@ -212,23 +192,19 @@ class GatedMasks(MaskDrafter):
                 ),
             )
         final = features.at_layer("final")
-        chain = blocks.chain_index % self.ensembles
-        states = torch.stack(
-            [final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]
-        ).mean(0)
-        # The other chains have the same labels, in the same order.
-        first = blocks.supervised & (chain == 0)
-        labels = blocks.labels[first]
-        mask_index = blocks.mask_index[first]
-        anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))[first]
+        states, is_judged = self.read_masks(final, blocks)
+        labels = blocks.labels[is_judged]
+        mask_index = blocks.mask_index[is_judged]
+        anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))
+        anchors = anchors[is_judged]
         with torch.no_grad():
-            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[first])
+            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[is_judged])
         inputs = {"masks": states}
         if self.sampler is not None:
             inputs["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
         target_log_probs = TargetLogProbs(HeadTarget(anchors, head))
-        weights = blocks.loss_weights(first, batch, self.step_decay**mask_index)
+        weights = blocks.loss_weights(is_judged, batch, self.step_decay**mask_index)
         terms = {}
         for name, hidden in inputs.items():
             result = head_loss(
@@ -255,11 +231,8 @@ class GatedMasks(MaskDrafter):
         )
 
     def make_blocks(self, batch: Batch, state: TrainingState) -> MaskBlocks:
-        """Append this step's masks to the prefixes of a batch, all chains of a prefix one after
-        another.
-        """
+        """Append this step's masks to the prefixes of a batch."""
         prefixes = self.prefixes(batch, state.step, state.progress)
-        prefixes = [[prefix for prefix in row for _ in range(self.ensembles)] for row in prefixes]
         if not self.has_random_tokens:
             return add_blocks(batch, prefixes)
         mask_tokens = []
@@ -271,13 +244,15 @@ class GatedMasks(MaskDrafter):
             )
         return add_blocks(batch, prefixes, mask_tokens)
 
-    def chain_mask_index(self, blocks: MaskBlocks) -> Tensor:
-        """Return the index [B, N] of every mask among those of all chains; negative at ordinary
-        tokens.
+    def number_masks(self, blocks: MaskBlocks) -> Tensor:
+        """Return which of a host's masks every token is [B, N]; negative at ordinary tokens."""
+        return blocks.mask_index
+
+    def read_masks(self, final: Tensor, blocks: MaskBlocks) -> tuple[Tensor, Tensor]:
+        """Return the states [R, D] that are judged, from those [B, N, D] of all tokens, and where
+        [B, N] their labels are.
         """
-        return blocks.mask_index + self.num_masks * (blocks.chain_index % self.ensembles) * (
-            blocks.mask_index >= 0
-        )
+        return final[blocks.supervised], blocks.supervised
 
     def prefixes(
         self, batch: Batch, step: int, progress: float = 0.0

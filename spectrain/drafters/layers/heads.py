@@ -5,17 +5,29 @@ Shapes: B batch, T tokens, R rows, D target width, K heads or slots, V draft voc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import ResBlock
+from spectrain.models.weight_block import WeightBlock
+
 from .output_layer import make_output_layer, project_down
 
-if TYPE_CHECKING:
-    pass
+
+class ResBlock(WeightBlock):
+    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the
+    identity.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.stored_values = width  # per row: the sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
 
 
 class MedusaHead(nn.Module):

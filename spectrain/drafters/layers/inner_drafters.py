@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,10 +12,8 @@ from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.features.batch import Batch
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class InnerCost(DraftingCost):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectrain.drafters.base import Losses
 from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import DivergenceResult, Projection
 
 from .anchors import Anchors
 from .vocabulary import Supervision
@@ -70,10 +71,8 @@ class JudgedDrafts:
         self.previous_tokens = tokens[positions]
         self.tokens = tokens[positions + 1]
         # [R, W], [R]
-        self.hidden, self.depths = (
-            self.select_judged(states),
-            self.select_judged(depths.expand_as(positions)),
-        )
+        self.hidden = self.select_judged(states)
+        self.depths = self.select_judged(depths.expand_as(positions))
 
     def select_judged(self, slots: Tensor) -> Tensor:
         """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
@@ -84,14 +83,6 @@ class JudgedDrafts:
         values = torch.zeros(self.is_judged.shape, dtype=rows.dtype, device=rows.device)
         values[self.is_judged] = rows[self.order.argsort()]
         return values
-
-    @property
-    def tokens_before_anchors(self) -> Tensor:
-        """The token [A] before each anchor; the anchor itself at the start of a document."""
-        indices = self.anchors.token_indices
-        return self.batch.tokens.flatten()[
-            torch.where(self.anchors.positions > 0, indices - 1, indices)
-        ]
 
     def normalize_weights(self, weights: Tensor) -> Tensor:
         """Scale weights [A, K] of drafts so that those of a document sum to its number of
@@ -113,6 +104,12 @@ class JudgedDrafts:
             torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
         )
         return self.normalize_weights(weights.expand(self.is_judged.shape))
+
+    def judge(self, head: Projection, weights: Tensor) -> DivergenceResult:
+        """Return the summed loss of the drafts' states under an output layer, and its predictions,
+        with weights [R].
+        """
+        return self.supervision.judge_with_head(head, self.hidden, self.label_index, weights)
 
     def sum_losses(self, terms: dict[str, Tensor], predictions: Tensor) -> Losses:
         """Return the losses with hits per depth, from the predictions [R], as draft ids."""

@@ -4,19 +4,15 @@ supervised rows, D target width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 
 from .losses import TargetLogProbs, head_loss
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 def language_model_loss(
@@ -27,14 +23,18 @@ def language_model_loss(
 
     It is the cross-entropy of the data or, with `self_distillation`, KL(original || trained).
     """
-    predicts = batch.next_is_supervised
-    target_log_probs = None
-    tokens = batch.tokens.roll(-1, dims=1)[predicts]
-    if self_distillation:
-        with torch.no_grad(), training.use_original(target) as original:
-            final = original.features(batch.tokens, ("final",), batch.lengths).at_layer("final")[
-                predicts
-            ]
-            target_log_probs = TargetLogProbs(HeadTarget(final, original.head.projection))
+    tokens = batch.tokens.roll(-1, dims=1)[batch.next_is_supervised]
+    target_log_probs = original_log_probs(batch, target, training) if self_distillation else None
     loss_name = "forward_kl" if self_distillation else "cross_entropy"
     return head_loss(loss_name, states, target.head.projection, tokens, target_log_probs).loss
+
+
+@torch.no_grad()
+def original_log_probs(batch: Batch, target: Target, training: TargetTraining) -> TargetLogProbs:
+    """Return the log-probabilities of the target as it was before its training, at the supervised
+    positions [R].
+    """
+    with training.use_original(target) as original:
+        features = original.features(batch.tokens, ("final",), batch.lengths)
+        final = features.at_layer("final")[batch.next_is_supervised]
+        return TargetLogProbs(HeadTarget(final, original.head.projection))

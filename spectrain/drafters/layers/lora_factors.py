@@ -8,16 +8,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class LoraFactors(nn.Module):

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
+from spectrain.models.target import Target
 from spectrain.trees.rollout import DepthRollout
 
 from ..step_cost import BatchShape, StepCost
 from .block_drafter import BlockDrafter
 from .judged_drafts import JudgedDrafts
 from .losses import acceptance_rate
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class LowRankDrafter(BlockDrafter):

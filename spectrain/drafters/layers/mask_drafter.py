@@ -9,7 +9,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from spectrain.drafters.context import Context
 from spectrain.kernels import counter
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.head import Head
+from spectrain.models.target import Target
 from spectrain.randomness import NOISE
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft, Rollout
@@ -32,12 +34,7 @@ from .tree_masks import (
     append_masks,
     end_probabilities,
     mask_rows,
-    parallel_chains_mask,
 )
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
 
 Strategy = Literal["quadratic", "linear", "apart"]
 
@@ -66,19 +63,14 @@ class MaskDrafter(Drafter):
     """
 
     num_masks: int
-    # Number of mask chains after a host, whose states are averaged.
-    ensembles: int = 1
     strategy: Strategy
     # Number of hosts with strategy=quadratic; None makes every node a host.
     num_hosts: int | None
     # Whether a uniformly random token is the input of every mask.
     has_random_tokens: bool = False
-    # Whether the mean embedding of the prompt is the input of every mask.
-    has_mean_embedding: bool = False
     seed: int
     head: Head
     sampler: nn.Module | None
-    means: Tensor | None = None  # [B, 1, D] mean embedding of each prompt
     states: Tensor | None = None  # [B, hosts, K, D] of the masks of this round's tree
     # [B] committed length after which the states are valid; -1 for none
     ready_at: Tensor | None = None
@@ -103,12 +95,11 @@ class MaskDrafter(Drafter):
         """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU
         must check for ready masks.
         """
-        carried = ("means",) if self.has_mean_embedding else ()
         state_names = () if self.strategy == "apart" else ("states", "ready_at")
         needs_check = self.strategy == "linear" or (
             self.strategy == "quadratic" and self.num_hosts is not None
         )
-        capture = None if needs_check else Capture(state_names=(*state_names, *carried))
+        capture = None if needs_check else Capture(state_names=state_names)
         return Capabilities(
             capture=capture, nestable=False, prefill=type(self).prefill, cost=MaskCost
         )
@@ -119,8 +110,8 @@ class MaskDrafter(Drafter):
 
     @property
     def masks_per_host(self) -> int:
-        """Number of masks after one host, of all its chains."""
-        return self.ensembles * self.num_masks
+        """Number of masks after one host, of which each `num_masks` form a chain."""
+        return self.num_masks
 
     def max_hosts(self, budget: int) -> int:
         """Return the largest number of hosts of a tree."""
@@ -137,24 +128,10 @@ class MaskDrafter(Drafter):
         """Run the prompts with the first round's masks after them, which no committed token sees
         and no cache holds.
         """
-        if self.strategy == "apart" and not self.has_mean_embedding:
-            return context.prefill(tokens, lengths)
-        refuse_images(context.texts, "drafter: this family reads prompts by itself")
-        steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
-        if self.has_mean_embedding:
-            is_real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]
-            self.means = (self.head.embed(tokens) * is_real).sum(1, keepdim=True) / lengths[
-                :, None, None
-            ]
         if self.strategy == "apart":
             return context.prefill(tokens, lengths)
-        # Several chains, which must not see each other, need a forward of their own.
-        if self.ensembles > 1:
-            features = context.prefill(tokens, lengths)
-            self.states = self.run_masks(context, None, self.num_masks)
-            self.ready_at = lengths.clone()
-            return features
-        positions = lengths[:, None] + steps[: self.num_masks]
+        refuse_images(context.texts, "drafter: this family reads prompts by itself")
+        positions = lengths[:, None] + torch.arange(self.num_masks, device=tokens.device)
         padded = F.pad(tokens, (0, self.num_masks))
         if self.has_random_tokens:
             padded = padded.scatter(1, positions, self.random_tokens(context, positions))
@@ -208,62 +185,33 @@ class MaskDrafter(Drafter):
         """
         return MaskRollout(context.root, states, self.head, self.sampler, self.strategy == "apart")
 
+    def count_masks(self, context: Context) -> int:
+        """Count the masks of a chain that the tree's depth needs after a root, whose own state is
+        the first draft.
+        """
+        return min(self.num_masks, context.builder.depth - 1)
+
     def run_root_and_masks(self, context: Context) -> Tensor:
         """Return the states [B, 1 + K, D] of the root and of as many masks as the tree's depth
         needs, without caching them.
         """
-        return self.run_masks(context, context.root, min(self.num_masks, context.builder.depth - 1))
-
-    def run_masks(self, context: Context, root: Tensor | None, depth: int) -> Tensor:
-        """Return the states [B, depth, D] of masks after the committed tokens, or after a root
-        [B], whose state comes first.
-        """
+        depth = self.count_masks(context)
         lengths = context.cache.lengths
-        num_roots = int(root is not None)
         batch = len(lengths)
         device = lengths.device
-        depths = torch.arange(depth, device=device).repeat(self.ensembles)
-        chain_masks = depths + self.num_masks * torch.arange(
-            self.ensembles, device=device
-        ).repeat_interleave(depth)
-        positions = lengths[:, None] + num_roots + depths
-        tokens = (
-            self.random_tokens(context, positions)
-            if self.has_random_tokens
-            else torch.zeros_like(positions)
-        )
-        mask_index = chain_masks.expand(batch, -1)
-        rows = (
-            torch.arange(batch * (num_roots + len(depths)), device=device)
-            .view(batch, -1)[:, num_roots:]
-            .flatten()
-        )
-        if root is not None:
-            tokens = torch.cat([root[:, None], tokens], dim=1)
-            mask_index = F.pad(mask_index, (1, 0), value=-1)
-            positions = torch.cat([lengths[:, None], positions], dim=1)
+        positions = lengths[:, None] + 1 + torch.arange(depth, device=device)
+        if self.has_random_tokens:
+            tokens = self.random_tokens(context, positions)
+        else:
+            tokens = torch.zeros_like(positions)
+        tokens = torch.cat([context.root[:, None], tokens], dim=1)
+        mask_index = torch.arange(-1, depth, device=device).expand(batch, -1)
+        rows = torch.arange(tokens.numel(), device=device).view_as(tokens)[:, 1:].flatten()
         plan = ForwardPlan(layers=("final",), cache=context.cache)
-        if self.ensembles > 1:
-            visible = parallel_chains_mask(self.ensembles, depth, num_roots, device).expand(
-                batch, -1, -1
-            )
-            plan = replace(plan, positions=positions, mask=visible)
         with self.insert_masks(context.target, mask_index, rows, torch.zeros_like(mask_index)):
             features = context.target.run(tokens, plan)
         context.cache.roll_back()
-        final = features.at_layer("final")
-        return torch.cat(
-            [final[:, :num_roots], self._average_chains(final[:, None, num_roots:], depth)[:, 0]],
-            dim=1,
-        )
-
-    def _average_chains(self, states: Tensor, depth: int) -> Tensor:
-        """Average states [B, H, E depth, D] over the chains of every host: [B, H, depth, D]."""
-        return (
-            states.unflatten(2, (self.ensembles, depth)).mean(2)
-            if self.ensembles > 1 and depth
-            else states
-        )
+        return features.at_layer("final")
 
     def _add_masks(self, context: Context, tree: TokenTree) -> TokenTree:
         """Choose the hosts of a tree, and append each host's masks as chains below it, which are
@@ -292,7 +240,7 @@ class MaskDrafter(Drafter):
             [torch.full_like(tree.tokens, -1), host_masks.expand(batch, -1)], dim=1
         )
         return replace(
-            append_masks(tree, self.hosts, self.num_masks, self.ensembles, noise),
+            append_masks(tree, self.hosts, self.num_masks, self.masks_per_host, noise),
             pruning=tree.pruning,
         )
 
@@ -306,10 +254,7 @@ class MaskDrafter(Drafter):
         num_masks = self.hosts.shape[1] * self.masks_per_host
         features = self.run_tree(context, tree, num_masks)
         final = features.at_layer("final")
-        self.states = self._average_chains(
-            final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.masks_per_host)),
-            self.num_masks,
-        )
+        self.states = final[:, -num_masks:].unflatten(1, (-1, self.masks_per_host))
         logits = self.head.logits(final[:, :-num_masks])
         return Features(
             tree.tokens, features.layers, features.hidden, F.pad(logits, (0, 0, 0, num_masks))

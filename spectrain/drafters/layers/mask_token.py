@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 def resolve_mask_token(target: Target, mask_token_id: int | None) -> int:

@@ -5,7 +5,6 @@ vocabulary, D target width.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -20,12 +19,10 @@ from spectrain.models.forward_plan import (
     Sublayer,
     layer_index,
 )
+from spectrain.models.head import Head
 from spectrain.models.partial_forward import NodeLevel, PartialForward
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
 
 
 class SelfDraftingCost(DraftingCost):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.drafters.base import Drafts
 
 
 class SkippableDrafter:

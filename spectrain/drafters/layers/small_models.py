@@ -1,11 +1,12 @@
 """Small causal LMs that families draft with: cut from the target, loaded, or newly initialised.
 
-Shapes: B batch, F frontier nodes, D width, V vocabulary.
+Shapes: B batch, T tokens, F frontier nodes, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from spectrain.drafters.base import Drafter, Stage
+from spectrain.drafters.context import Context
 from spectrain.errors import UserError, first_line
+from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.bundled import convert_gguf, load_gguf_network
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.head import Head
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.load_errors import explain_load_error
 from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.pretrained import load_pretrained
@@ -26,6 +33,75 @@ from spectrain.models.target import SmallModelOrigin, Target
 # constant.
 MAX_SIZE_RATIO = 2
 MAX_EXTRA_PARAMETERS = 50_000_000
+
+
+class SmallModelDrafter(Drafter):
+    """A drafter that is a small causal LM with the target's tokenizer."""
+
+    model: Target
+    head: Head  # of the target
+    # Number of tokens that both models know.
+    vocab_size: int
+    cache: TreeCache | None = None
+
+    def add_model(
+        self,
+        target: Target,
+        num_layers: int | None,
+        model: str | None,
+        architecture: dict[str, Any] | None,
+    ) -> None:
+        """Add the model of `make_small_model`. The saved description needs neither the target's
+        layers nor another directory.
+        """
+        self.model = make_small_model(target, num_layers, model, architecture)
+        self.starts_trained = architecture is None
+        description = self.model.saved_config.to_diff_dict()
+        settings = {"architecture": description, "num_layers": None, "model": None}
+        self.saved = replace(self.saved, settings=settings)
+        self.head = target.head
+        self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """One stage on the input of the target's head and on the features in `layers`; decoding
+        needs the latter only.
+        """
+        return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
+
+    @property
+    def draft_model(self) -> Target:
+        return self.model
+
+    @property
+    def output_layers(self) -> tuple[Projection, Projection]:
+        """The output layers of the model and of the target over the tokens that both know."""
+        own, target_s = (
+            head.projection.select_entries(slice(self.vocab_size))
+            for head in (self.model.head, self.head)
+        )
+        return own, target_s
+
+    def open_cache(self, context: Context, slots: int) -> tuple[TreeCache, Tensor]:
+        """Return the model's cache, with room for more slots than the target's, and the number [B]
+        of tokens before the root that it lacks.
+        """
+        self.cache = context.drafting_cache(
+            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
+        )
+        return self.cache, context.cache.lengths - self.cache.lengths
+
+    def run_tokens(self, tokens: Tensor, plan: ForwardPlan) -> Tensor:
+        """Return the final states [B, T, D] of tokens [B, T]. A target whose vocabulary is padded
+        further may write a token that the model has no embedding of, which is then read as its last
+        one.
+        """
+        known = tokens.clamp(max=self.model.head.num_embeddings - 1)
+        return self.model.run(known, plan).at_layer("final")
+
+    def log_q(self, final: Tensor) -> Tensor:
+        """Compute log q, [B, F, D] -> [B, F, V]."""
+        return self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
 
 
 def make_small_model(
@@ -65,19 +141,6 @@ def make_small_model(
     small_model = wrap_model(inner, target.tokenizer, model or "")
     small_model.requires_grad_(True)
     return small_model
-
-
-def to_known_tokens(tokens: Tensor, model: Target) -> Tensor:
-    """Return the tokens that a small model reads. A target whose vocabulary is padded further may
-    write a token that the small model has no embedding of, which is then read as its last one."""
-    return tokens.clamp(max=model.head.num_embeddings - 1)
-
-
-def describe_model(model: Target) -> dict[str, Any]:
-    """Return the settings of `make_small_model` that need neither the target's layers nor
-    another directory.
-    """
-    return {"architecture": model.saved_config.to_diff_dict(), "num_layers": None, "model": None}
 
 
 def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:

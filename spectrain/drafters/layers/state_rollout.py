@@ -1,23 +1,44 @@
-"""A rollout of drafters that read the state of the parent node: EAGLE-3 and MTP layers.
+"""Drafters that read the state of the parent node, EAGLE's and MTP layers, and their rollout.
 
-Shapes: B batch, N nodes so far, the root included, F new nodes, D width of a state, V draft
-vocabulary.
+Shapes: B batch, P new positions, N nodes so far, the root included, F new nodes, D width of a
+state, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from spectrain.drafters.capabilities import Capture
+from spectrain.drafters.context import Context
+from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import BranchVisibility, Rollout
+from spectrain.trees.token_tree import AcceptedPath
+
+from .vocabulary import VocabularyDrafter
 
 
-class StateDrafter(Protocol):
-    """A drafter that computes a node's state from its token and its parent's state."""
+class StateDrafter(VocabularyDrafter):
+    """A drafter that computes a node's state from its token and its parent's state, and whose
+    layers read a cache of the text.
+    """
 
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    cache: TreeCache | None = None
+    # Number of layers that have keys and values in the cache.
+    num_layers = 1
+
+    @abstractmethod
+    def fuse_features(self, features: Features) -> Tensor:
+        """Return the states [B, P, D] that take the places of the drafter's own at positions that
+        the target has run.
+        """
+
+    @abstractmethod
     def run(
         self,
         tokens: Tensor,
@@ -26,13 +47,36 @@ class StateDrafter(Protocol):
         cache: TreeCache,
         visible: Tensor | None,
     ) -> Tensor:
-        """Run new nodes, append them to the cache, and return their states [B, F, D]."""
+        """Run new nodes, which read their parents' states `hidden`, append them to the cache, and
+        return their states [B, F, D]. `visible` says which nodes each one sees; None means the
+        new ones up to itself.
+        """
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [B, F, V] from states [B, F, D], which may be of half precision."""
 
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q [B, F, V] from states [B, F, D]."""
+        return self.logits(hidden).float().log_softmax(-1)
+
+    def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
+        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and
+        the drafter's cache.
+        """
+        self.cache = context.drafting_cache(
+            self.cache, self.num_layers, context.builder.max_drafted
+        )
+        hidden = self.fuse_features(context.new_features)
+        slots = self.cache.next_slots(hidden.shape[1])
+        output = self.run(context.next_tokens, hidden, slots, self.cache, None)
+        self.cache.commit(None, context.num_new)
+        return context.last_state(output), self.cache
+
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        """Remove the draft's uncommitted entries from the cache."""
+        assert self.cache is not None
+        self.cache.roll_back()
 
 
 class StateRollout(Rollout):

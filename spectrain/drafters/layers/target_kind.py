@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H heads, D size of a head's queries and keys, E of it
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .layers import LAYER_KEYS, Attention, apply_rotary
+from .llama_layer import LAYER_KEYS, Attention, apply_rotary
 from .target_layer import TargetLayer
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 KIND_VARIANTS = ("latent_attention", "experts")
 """Keys of an architecture that name parts of the target's kind in place of Llama's."""
@@ -77,7 +75,7 @@ class LatentAttention(Attention):
         first = self.q_proj if self.query_rank is None else self.q_a_proj
         return [first, self.kv_a_proj_with_mqa]
 
-    def init_self(self) -> None:
+    def init_self(self, strength: float = 1.2) -> None:
         """Leave the weights random: no linear gives the keys alone."""
 
     def _rotate_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +129,27 @@ def latent_scale(rope: dict[str, Any]) -> float:
     if rope.get("rope_type") != "yarn" or factor <= 1:
         return 1.0
     return float((0.1 * strength * math.log(factor) + 1) ** 2)
+
+
+def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
+    """Return the architecture with all variants; refuse unknown keys, and norms that exclude
+    each other.
+    """
+    sizes = LATENT_KEYS if "latent_attention" in variants else ()
+    keys = (*LAYER_KEYS, *variants, *sizes)
+    for key in architecture:
+        if key not in keys:
+            raise UserError(
+                f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}"
+            )
+    complete = {**dict.fromkeys(variants, False), **architecture}
+    if complete.get("norm_before_fc") and complete.get("fc_norm"):
+        raise UserError(
+            "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
+            "one of them"
+        )
+    check_latent_keys(complete)
+    return complete
 
 
 def check_latent_keys(architecture: dict[str, Any]) -> None:

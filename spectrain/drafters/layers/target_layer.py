@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,12 +22,10 @@ from spectrain.models.cache_arguments import cache_argument
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.model_parts import layer_list_name
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .layers import append_and_attend
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from .llama_layer import append_and_attend, causal_visibility
 
 TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 """(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T,
@@ -143,8 +141,8 @@ def make_cached_attention(
     """Make the decoding attention of one layer: it appends to the cache, and attends to committed
     tokens and to nodes.
 
-    `visible` [B, T, M] says which nodes each token sees; None, for an empty cache, means the new
-    tokens up to itself. `positions` [B, M] are those of the appended nodes.
+    `visible` [B, T, M] says which nodes each token sees; None means the new tokens up to itself.
+    `positions` [B, M] are those of the appended nodes.
     """
 
     def attends(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -155,11 +153,12 @@ def make_cached_attention(
         )
         # The cache needs keys as wide as values.
         q, k, v = (F.pad(part, (0, size - part.shape[-1])) for part in (q, k, v))
-        if visible is None:
+        if visible is None and cache.is_empty:
             cache.write(0, k, v)
             outputs = causal_attention(q, k, v, None, options)
         else:
-            outputs = append_and_attend(q, k, v, cache, visible, 0, options, positions)
+            sees = causal_visibility(q) if visible is None else visible
+            outputs = append_and_attend(q, k, v, cache, sees, 0, options, positions)
         return outputs[..., :value_size]
 
     return attends

@@ -5,30 +5,26 @@ Shapes: B batch, N nodes, H hosts, K masks per host, D target width, V vocabular
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.models.head import Head
 from spectrain.trees.rollout import DepthRollout, gather_by_depth
 from spectrain.trees.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-
 
 def append_masks(
-    tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int, mask_tokens: Tensor | None
+    tree: TokenTree, hosts: Tensor, num_masks: int, masks_per_host: int, mask_tokens: Tensor | None
 ) -> TokenTree:
-    """Append masks to the nodes `hosts` [B, H] of a tree, as one or several chains below each,
-    which are never emitted.
+    """Append masks to the nodes `hosts` [B, H] of a tree, as one or several chains of `num_masks`
+    below each, which are never emitted.
 
     `mask_tokens` [B, H K] are the tokens at the masks, by default 0.
     """
     num_nodes = tree.tokens.shape[1]
     count = hosts.shape[1]
-    mask_index = torch.arange(num_masks * num_chains, device=hosts.device)
+    mask_index = torch.arange(masks_per_host, device=hosts.device)
     slots = (
         num_nodes + torch.arange(count, device=hosts.device)[:, None] * len(mask_index) + mask_index
     )
@@ -54,32 +50,6 @@ def mask_rows(tree: TokenTree, num_masks: int) -> Tensor:
     """
     indices = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
     return indices[:, -num_masks:].flatten()
-
-
-def without_masks(tree: TokenTree, num_masks: int) -> TokenTree:
-    """Return the tree without its last `num_masks` nodes, which are masks."""
-    tokens, parents, valid, can_emit = (
-        part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit)
-    )
-    return TokenTree(
-        tokens,
-        parents,
-        valid,
-        can_emit,
-        tree.children,
-        height=tree.height,
-        max_children=tree.max_children,
-    )
-
-
-def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torch.device) -> Tensor:
-    """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which
-    do not see each other.
-    """
-    order = torch.arange(shared + num_chains * length, device=device)
-    chain = (order - shared).div(max(length, 1), rounding_mode="floor")
-    same_chain = (chain == chain[:, None]) | (order < shared)
-    return same_chain & (order <= order[:, None])
 
 
 def end_probabilities(tree: TokenTree) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,13 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
+from spectrain.models.head import Head
+from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
 from ..step_cost import OUTPUT_LAYERS, BatchShape, Judged, Run, StepCost
 from .losses import ACCEPTANCE_LOSSES, TargetLogProbs, head_loss
 from .output_layer import init_output_layer
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
 
 
 class VocabularyDrafter(Drafter):

@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.errors import RunError
 from spectrain.features.batch import Batch
-from spectrain.features.context_piece import ContextGroup
 from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors
@@ -22,19 +20,7 @@ class ZeroStrategy(ParallelStrategy):
     """
 
     is_reusable = full_parameters = False
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        stage: int,
-        num_copies: int = 1,
-        autocast: torch.dtype | None = None,
-        context: ContextGroup | None = None,
-    ) -> None:
-        super().__init__(accelerator, num_copies, autocast, context)
-        self.name = f"zero{stage}"
-        self.stage = stage
-        self.unsharded = stage == 2
+    stage: int
 
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
         self.drafter = drafter.to(self.device)
@@ -179,6 +165,17 @@ class ZeroStrategy(ParallelStrategy):
         )
         for parameter, value in zip(parameters, full_tensors):
             parameter.data = value
+
+
+class Zero2Strategy(ZeroStrategy):
+    name = "zero2"
+    stage = 2
+
+
+class Zero3Strategy(ZeroStrategy):
+    name = "zero3"
+    stage = 3
+    unsharded = False
 
 
 class _DrafterWithTarget(nn.Module):

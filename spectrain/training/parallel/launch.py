@@ -24,10 +24,16 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.features.context_piece import ContextGroup
 
 from .base import ParallelStrategy, ReplicatedStrategy
-from .deepspeed import ZeroStrategy
+from .deepspeed import Zero2Strategy, Zero3Strategy
 from .fsdp2 import FullyShardedStrategy
 
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+STRATEGIES: dict[Sharding, type[ParallelStrategy]] = {
+    "ddp": ReplicatedStrategy,
+    "fsdp2": FullyShardedStrategy,
+    "zero2": Zero2Strategy,
+    "zero3": Zero3Strategy,
+}
 # The supported values of variables that an accelerate file sets, and what a message suggests
 # instead of others.
 SUPPORTED_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -174,13 +180,7 @@ def make_strategy(
     # A single process without a launcher.
     if strategy != "ddp" and not dist.is_initialized():
         _init_single_process(accelerator.device)
-    if strategy == "fsdp2":
-        return FullyShardedStrategy(accelerator, num_copies, autocast, context)
-    return (
-        ReplicatedStrategy(accelerator, num_copies, autocast, context)
-        if strategy == "ddp"
-        else ZeroStrategy(accelerator, int(strategy[-1]), num_copies, autocast, context)
-    )
+    return STRATEGIES[strategy](accelerator, num_copies, autocast, context)
 
 
 def _is_set(name: str) -> bool:

@@ -68,11 +68,9 @@ class ProcessMonitor:
     """
 
     def __init__(self, parallel: ParallelStrategy, patience: float) -> None:
-        self.rank, self.num_processes, self.patience = (
-            parallel.rank,
-            parallel.num_processes,
-            patience,
-        )
+        self.rank = parallel.rank
+        self.num_processes = parallel.num_processes
+        self.patience = patience
         self.step = 0
         self.status_time = time.monotonic()
         self.activity = "starting"
@@ -233,38 +231,32 @@ class ProcessMonitor:
                 return f"{_describe(rank, sign)} stopped at step {sign.step + 1}: {sign.farewell}"
         return next((sign.farewell for _, sign in ended), None)
 
-    def _silent_processes(self) -> dict[int, float]:
-        """Return the seconds of silence of other processes that are frozen or out of reach."""
-        now = time.monotonic()
-        running = {
+    def _running_others(self) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the other processes that have not ended."""
+        return {
             rank: sign
             for rank, sign in self.heartbeats.items()
             if sign.farewell is None and rank != self.rank
         }
+
+    def _silent_processes(self) -> dict[int, float]:
+        """Return the seconds of silence of other processes that are frozen or out of reach."""
+        now = time.monotonic()
+        running = self._running_others()
         if self.rank and now - self.answer_time > SILENT_SECONDS:
             # Without the store of rank 0 nothing is known about the others.
             return {0: now - self.answer_time} if 0 in running else {}
         ages = {rank: now - sign.read_time for rank, sign in running.items()}
         return {rank: age for rank, age in ages.items() if age > SILENT_SECONDS}
 
-    def _slow_processes(self) -> dict[int, tuple[float, str]]:
-        """Return seconds and activity of the processes that keep this one waiting for longer
-        than `patience`.
+    def _slow_processes(self) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the processes that keep this one waiting for longer than
+        `patience`.
         """
-        others = {
-            rank: sign
-            for rank, sign in self.heartbeats.items()
-            if sign.farewell is None and rank != self.rank
-        }
-        slow = {
-            rank: (sign.seconds, sign.activity)
-            for rank, sign in others.items()
-            if sign.activity != WAITING
-        }
         return {
-            rank: (seconds, activity)
-            for rank, (seconds, activity) in slow.items()
-            if seconds > self.patience
+            rank: sign
+            for rank, sign in self._running_others().items()
+            if sign.activity != WAITING and sign.seconds > self.patience
         }
 
     # The second thread
@@ -338,13 +330,12 @@ class ProcessMonitor:
         ]
         if min(waiting, default=None) != self.rank:
             return
-        for rank, (seconds, activity) in self._slow_processes().items():
-            sign = self.heartbeats[rank]
+        for rank, sign in self._slow_processes().items():
             if (rank, sign.step) not in self.reported_slow:
                 self.reported_slow.add((rank, sign.step))
                 _print_message(
                     f"{_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: "
-                    f"{seconds:.0f} s of {activity}"
+                    f"{sign.seconds:.0f} s of {sign.activity}"
                 )
 
 

@@ -20,7 +20,7 @@ from spectrain.config.values import OptionalLayers, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import ResBlock
+from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost

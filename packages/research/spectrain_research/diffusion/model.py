@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.config.plain_files import read_json_object
-from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, make_rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention

@@ -103,17 +103,14 @@ class Domino(LowRankDrafter):
         prefixes = drafts.select_judged(self.prefix_gru(self.embed(drafts.previous_tokens))[0])
         terms = self.correct(drafts.hidden, prefixes, drafts.depths)
         weights = drafts.decayed_weights(self.decay)
-        supervision = drafts.supervision
         joint = torch.cat([drafts.hidden, terms], dim=-1)
-        judged = supervision.judge_with_head(
+        judged = drafts.supervision.judge_with_head(
             self.joint_projection, joint, drafts.label_index, weights
         )
         base_weight = self.base_weight_at(drafts.progress)
         losses = {"corrected": (1 - base_weight) * judged.loss}
         if base_weight:
-            base = supervision.judge_with_head(
-                self.projection, drafts.hidden, drafts.label_index, weights
-            )
+            base = drafts.judge(self.projection, weights)
             losses["base"] = base_weight * base.loss
         return drafts.sum_losses(losses, judged.predictions)
 

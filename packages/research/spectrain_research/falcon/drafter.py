@@ -21,7 +21,7 @@ from spectrain.config.values import LayerCount, NotNegative, Seed, Share, Steps
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import (
+from spectrain.drafters.layers.llama_layer import (
     Attention,
     Mlp,
     append_and_attend,

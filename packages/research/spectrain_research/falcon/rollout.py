@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.layers import append_and_attend
+from spectrain.drafters.layers.llama_layer import append_and_attend
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Rollout
 

@@ -6,19 +6,20 @@ Shapes: B batch, K masks, D target width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spectrain.drafters.capabilities import SavedFiles
-from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
-from spectrain.drafters.layers.masks import init_mask_vectors
+from spectrain.data.image_processor import refuse_images
+from spectrain.drafters.capabilities import Capabilities, SavedFiles
+from spectrain.drafters.context import Context
+from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.features import Features
+from spectrain.models.target import Target
+from spectrain_research.shared.learned_masks import LearnedMasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class GatedLoraConfig(MaskConfig):
     noise: Literal["masks", "mean"] = "masks"
 
 
-class GatedLora(GatedMasks):
+class GatedLora(LearnedMasks):
     """Mask tokens with learned vectors and LoRA at them.
 
     With rank 0 only the vectors are trained (PaSS, Monea et al., 2023). With noise=mean the input
@@ -38,6 +39,7 @@ class GatedLora(GatedMasks):
     """
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "noise"))
+    means: Tensor | None = None  # [B, 1, D] mean embedding of each prompt
 
     def __init__(self, target: Target, config: GatedLoraConfig) -> None:
         if config.noise == "mean" and (config.rank or config.sampler):
@@ -50,15 +52,28 @@ class GatedLora(GatedMasks):
 
     def add_inputs(self, target: Target) -> None:
         """Add the vectors, unless the input is the mean embedding."""
-        if not self.has_mean_embedding:
-            self.masks = nn.Parameter(torch.zeros(self.masks_per_host, target.width))
+        if self.has_mean_embedding:
+            self.masks = None
+        else:
+            super().add_inputs(target)
 
     @property
     def mask_vectors(self) -> Tensor | None:
         return self.means if self.has_mean_embedding else self.masks
 
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the masks near the mean embedding. LoRA and the sampler start without effect."""
-        if self.masks is not None:
-            with torch.no_grad():
-                self.masks.copy_(init_mask_vectors(self.head.embedding, self.masks_per_host))
+    def make_capabilities(self) -> Capabilities:
+        capabilities = super().make_capabilities()
+        capture = capabilities.capture
+        if self.has_mean_embedding and capture is not None:
+            capture = replace(capture, state_names=(*capture.state_names, "means"))
+        return replace(capabilities, capture=capture)
+
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        """Run the prompts, whose mean embeddings may be the inputs of the masks after them."""
+        if self.has_mean_embedding:
+            refuse_images(context.texts, "drafter: this family reads prompts by itself")
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            is_real = (steps < lengths[:, None])[..., None]
+            total = (self.head.embed(tokens) * is_real).sum(1, keepdim=True)
+            self.means = total / lengths[:, None, None]
+        return super().prefill(context, tokens, lengths)

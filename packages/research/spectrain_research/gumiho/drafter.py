@@ -19,10 +19,11 @@ from spectrain.config.values import LayerCount, Number, Share, Steps, Vocabulary
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
-from spectrain.drafters.layers.layers import ResBlock
+from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.features.batch import Batch

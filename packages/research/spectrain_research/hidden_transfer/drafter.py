@@ -5,7 +5,7 @@ Shapes: B batch, K masks, D target width.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from spectrain.config.values import Count
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
-from spectrain.drafters.layers.tree_masks import mask_rows, without_masks
+from spectrain.drafters.layers.tree_masks import mask_rows
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.partial_forward import PartialForward
@@ -58,9 +58,11 @@ class TransferDrafter(GatedMasks):
     def add_inputs(self, target: Target) -> None:
         self.transfer = StateTransfer(target.width, self.num_masks, self.has_stream_vectors)
 
-    def insert_states(
-        self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    def insert_inputs(
+        self, target: Target, mask_index: Tensor, rows: Tensor, hosts: Tensor | None
     ) -> AbstractContextManager[None]:
+        if hosts is None or not len(rows):
+            return nullcontext()
         return transfer_states(target, self.transfer_layer, self.transfer, mask_index, hosts, rows)
 
     def draft(self, context: Context) -> Draft:
@@ -91,6 +93,22 @@ class TransferDrafter(GatedMasks):
         )
         with self.insert_masks(context.target, self.mask_index, mask_rows(tree, num_masks)):
             return context.target.run(tree.tokens, plan)
+
+
+def without_masks(tree: TokenTree, num_masks: int) -> TokenTree:
+    """Return the tree without its last `num_masks` nodes, which are masks."""
+    tokens, parents, valid, can_emit = (
+        part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit)
+    )
+    return TokenTree(
+        tokens,
+        parents,
+        valid,
+        can_emit,
+        tree.children,
+        height=tree.height,
+        max_children=tree.max_children,
+    )
 
 
 class HiddenTransfer(TransferDrafter):

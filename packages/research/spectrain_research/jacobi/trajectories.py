@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
+from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan

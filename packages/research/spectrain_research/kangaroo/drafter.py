@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import Attention, final_norm_scale, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import (
+    Attention,
+    final_norm_scale,
+    llama_config,
+    make_rotary,
+)
 from spectrain.drafters.layers.losses import LossName, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost

@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
-from spectrain.drafters.layers.masks import MaskBlocks, add_blocks
+from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.drafters.step_cost import BatchShape, Judged, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch

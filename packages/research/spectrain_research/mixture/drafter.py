@@ -17,7 +17,7 @@ from spectrain.config.values import Seed, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import (
+from spectrain.drafters.layers.llama_layer import (
     Mlp,
     NormedAttention,
     append_and_attend,
@@ -28,7 +28,7 @@ from spectrain.drafters.layers.layers import (
 )
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
-from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.state_rollout import StateDrafter, StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.errors import UserError
@@ -38,7 +38,6 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import ANCHORS, sequence_generator
 from spectrain.trees.rollout import Draft
-from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.head_layers import HeadAttention, SharedHeadDrafter
 from spectrain_research.shared.on_policy import find_on_policy
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 Rope = tuple[Tensor, Tensor]
 
 
-class MixtureOfAttentions(SharedHeadDrafter):
+class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
     """Three attentions, one after another:
 
         a_t = mean over layers of LSA(RMSNorm(h_t^1), .., RMSNorm(h_t^L))       layer
@@ -64,6 +63,9 @@ class MixtureOfAttentions(SharedHeadDrafter):
     """
 
     saved = SavedFiles(shape=("layers", "vocab_size", "head_rank"))
+    capabilities = SharedHeadDrafter.capabilities
+    # Self-attention and cross-attention.
+    num_layers = 2
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class MixtureOfAttentions(SharedHeadDrafter):
         )
         self.add_vocabulary(min(vocab_size, target.head.vocab_size), target.head.vocab_size)
         self.rotary = make_rotary(config)
-        self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary, copy the target's output layer, and start the last norm
@@ -135,6 +136,10 @@ class MixtureOfAttentions(SharedHeadDrafter):
     def stack_layers(self, features: Features) -> Tensor:
         """Return the states [B, T, L, D] of the layers that are read."""
         return features.fuse_layers(self.read_layers).unflatten(-1, (len(self.read_layers), -1))
+
+    def fuse_features(self, features: Features) -> Tensor:
+        """Return a [B, P, D] from the target's features."""
+        return self.mix_layers(self.stack_layers(features))
 
     def mix_layers(self, states: Tensor) -> Tensor:
         """Return a [.., D] from the states [.., L, D] of the target's layers."""
@@ -164,10 +169,6 @@ class MixtureOfAttentions(SharedHeadDrafter):
         """Compute logits [B, F, V] from states [B, F, D]."""
         logits: Tensor = self.lm_head(project_down(self.lm_down, hidden))
         return logits
-
-    def log_q(self, hidden: Tensor) -> Tensor:
-        """Compute log q, [B, F, D] -> [B, F, V]."""
-        return self.logits(hidden).float().log_softmax(-1)
 
     # Training
 
@@ -222,8 +223,10 @@ class MixtureOfAttentions(SharedHeadDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the states of the tokens accepted last, then draft from the newest token."""
         builder = context.builder
-        self.cache = cache = context.drafting_cache(self.cache, 2, builder.max_drafted + 2)
-        mixed = self.mix_layers(self.stack_layers(context.new_features))
+        self.cache = cache = context.drafting_cache(
+            self.cache, self.num_layers, builder.max_drafted + 2
+        )
+        mixed = self.fuse_features(context.new_features)
         slots = cache.next_slots(mixed.shape[1])
         num_new = context.num_new[:, None]
         context_rope, rope = (self.rotary(mixed, slots + shift) for shift in (0, 1))
@@ -268,11 +271,6 @@ class MixtureOfAttentions(SharedHeadDrafter):
         attended = append_and_attend(self.project_queries(x, rope), empty, empty, cache, nothing, 1)
         cache.add_uncommitted(tokens.shape[1])
         return self.finish_states(x, attended)
-
-    def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Remove the draft's uncommitted entries from the cache."""
-        assert self.cache is not None
-        self.cache.roll_back()
 
 
 find_on_policy.register(MixtureOfAttentions, lambda drafter: None)

@@ -17,9 +17,8 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.base import BatchRequest, Source
+from spectrain.features.base import BatchRequest, FeaturesRead, Source
 from spectrain.features.batch import Batch, collate
-from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.training.validation import evaluation_mode
@@ -156,11 +155,7 @@ class GeneratedSource(Source):
         self.initial_policy: Target | None = None
 
     def prepare(
-        self,
-        target: Target,
-        layers: tuple[Layer, ...],
-        final_reach: int | None,
-        examples: list[Example] | None,
+        self, target: Target, reads: FeaturesRead, examples: list[Example] | None
     ) -> str | None:
         target.require_layers("source=generated")
         return None

@@ -17,19 +17,20 @@ from spectrain.config.values import Share, Steps
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
+from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
-from spectrain.drafters.layers.masks import MaskBlocks, init_mask_vectors
+from spectrain.drafters.layers.mask_blocks import MaskBlocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.rollout import Rollout
+from spectrain_research.shared.learned_masks import LearnedMasks
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Owl(GatedMasks):
+class Owl(LearnedMasks):
     """One [SPEC] mask behind every verified node; the state h at the mask behind the accepted node
     starts the drafter:
 
@@ -77,15 +78,10 @@ class Owl(GatedMasks):
     def make_capabilities(self) -> Capabilities:
         return replace(super().make_capabilities(), capture=None)
 
-    def add_inputs(self, target: Target) -> None:
-        """Add the vector of the mask."""
-        self.masks = nn.Parameter(torch.zeros(1, target.width))
-
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the mask near the mean embedding, and the output as the state at the mask."""
+        super().prepare(target, token_counts)
         with torch.no_grad():
-            assert self.masks is not None
-            self.masks.copy_(init_mask_vectors(self.head.embedding, 1))
             self.output.weight.zero_()
 
     def run_cell(self, tokens: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

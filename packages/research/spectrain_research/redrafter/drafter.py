@@ -19,7 +19,7 @@ from spectrain.config.values import Number, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.layers import ResBlock
+from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import (
     init_output_layer,

@@ -36,7 +36,7 @@ class WindowBatch(Batch):
         self, states: Tensor, head: Projection, next_tokens: Tensor
     ) -> dict[str, Tensor]:
         """Return -sum A log q(d) of the drawn tokens, from the states before all tokens."""
-        weight = self.at_next_token(self.advantage)
+        weight = self.advantage.roll(-1, dims=1)[self.next_is_supervised]
         return {"policy": linear_divergence(states, head, next_tokens, None, weight).loss}
 
     def draft_term(self, is_predicted: Tensor, draft_ids: Tensor) -> DrawnWindows:

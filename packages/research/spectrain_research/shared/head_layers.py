@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.layers import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, llama_config, make_rotary
 from spectrain.drafters.layers.output_layer import init_output_layer
 from spectrain.drafters.layers.vocabulary import VocabularyDrafter
 from spectrain.kernels.fused_attention import fused_attention

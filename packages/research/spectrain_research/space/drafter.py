@@ -10,24 +10,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.config.values import NotNegative, Positive, Seed, Share, Steps, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, SavedFiles
-from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
+from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.language_model_loss import language_model_loss
-from spectrain.drafters.layers.masks import init_mask_vectors
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
+from spectrain_research.shared.learned_masks import LearnedMasks
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Space(GatedMasks):
+class Space(LearnedMasks):
     """Mask tokens in the target, which is fine-tuned to fill them (semi-autoregressive
     fine-tuning), and no other drafter.
 
@@ -81,17 +81,11 @@ class Space(GatedMasks):
     def make_capabilities(self) -> Capabilities:
         return replace(super().make_capabilities(), target_training=self.target_training)
 
-    def add_inputs(self, target: Target) -> None:
-        """Add the vectors of the masks."""
-        self.masks = nn.Parameter(torch.zeros(self.num_masks, target.width))
-
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the masks near the mean embedding, and open the target's weights or add its
         adapters.
         """
-        assert self.masks is not None
-        with torch.no_grad():
-            self.masks.copy_(init_mask_vectors(self.head.embedding, self.num_masks))
+        super().prepare(target, token_counts)
         self.target_training.start_training(target)
 
     @property

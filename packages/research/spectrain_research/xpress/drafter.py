@@ -170,7 +170,7 @@ class XPress(LowRankDrafter):
         inputs = drafts.tokens
         results = []
         for number in range(1 + self.consistency_passes):
-            before = self.tokens_before(drafts.tokens_before_anchors, roots, inputs)
+            before = self.tokens_before(tokens_before_anchors(drafts), roots, inputs)
             terms = drafts.select_judged(self.refine(block, before))
             results.append(
                 loss.judge(drafts, torch.cat([drafts.hidden, terms], dim=-1), head, weights)
@@ -203,3 +203,10 @@ class XPress(LowRankDrafter):
             terms = self.refine(block, self.tokens_before(first, context.root, drafts))
             log_q = self.corrected_log_q(products, terms)
         return MarginalRollout(context.root, log_q, self.draft_ids)
+
+
+def tokens_before_anchors(drafts: JudgedDrafts) -> Tensor:
+    """Return the token [A] before each anchor; the anchor itself at the start of a document."""
+    anchors = drafts.anchors
+    indices = anchors.token_indices
+    return drafts.batch.tokens.flatten()[torch.where(anchors.positions > 0, indices - 1, indices)]

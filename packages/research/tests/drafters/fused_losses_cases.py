@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from spectrain.drafters.base import Losses
-from spectrain.drafters.layers.masks import add_blocks
+from spectrain.drafters.layers.mask_blocks import add_blocks
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target

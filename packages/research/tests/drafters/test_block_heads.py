@@ -173,7 +173,7 @@ def test_xpress_loss_has_every_pass(shallow: Target) -> None:
             and batch.loss_mask[0, anchor + judged + 1]
         ):
             judged += 1
-        base = drafter.scale_and_cap(drafter.compute_products(slots))[1:]
+        base = drafter.head.scale_and_cap(drafter.compute_products(slots))[1:]
         drafts = text[anchor + 1 : anchor + 4]
         passes = []
         for number in range(3):

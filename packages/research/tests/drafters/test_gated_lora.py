@@ -31,8 +31,7 @@ from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers import gated_masks
-from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
+from spectrain.drafters.layers.mask_blocks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -51,6 +50,7 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain_research.cast.builder import Cast
 from spectrain_research.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain_research.sequoia.builder import Sequoia
+from spectrain_research.shared import learned_masks
 from spectrain_research.shared.draft_replay import DraftRecorder
 from spectrain_research.shared.guard import Guard
 from tests.decoding.rounds import Keeping
@@ -111,7 +111,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
     ) -> Iterator[None]:
         with patch.context() as inner:
             inner.setattr(
-                gated_masks,
+                learned_masks,
                 "replace_embeddings",
                 lambda e, vectors, _: replace_embeddings(e, vectors, numbers),
             )

@@ -18,7 +18,7 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.layers.mask_drafter import MaskDrafter
-from spectrain.drafters.layers.tree_masks import end_probabilities, parallel_chains_mask
+from spectrain.drafters.layers.tree_masks import end_probabilities
 from spectrain.errors import UserError
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
@@ -30,8 +30,9 @@ from spectrain_research.hidden_transfer.drafter import (
     TransferConfig,
     TransferDrafter,
 )
-from spectrain_research.ppd.drafter import PromptTokenConfig, PromptTokens
+from spectrain_research.ppd.drafter import PromptTokenConfig, PromptTokens, parallel_chains_mask
 from spectrain_research.pruning.pruning import Pruning
+from spectrain_research.shared.learned_masks import LearnedMasks
 from tests.decoding.rounds import begun, proposed
 from tests.drafters.test_uno import PROMPTS, make_conversations
 from tests.factories import add_noise
@@ -113,7 +114,7 @@ def make_reference(target: Target, drafter: GatedMasks) -> Callable[[list[int], 
 
     def compute_states(prefix: list[int], count: int) -> Tensor:
         embedded, gate[0] = plain.get_input_embeddings()(torch.tensor([prefix])), len(prefix)
-        if drafter.masks is not None:
+        if isinstance(drafter, LearnedMasks):
             chains = drafter.masks.view(drafter.ensembles, MASKS, -1)[:, :count]
             chain_states = [
                 decoder.norm(run_layers(torch.cat([embedded, chain[None]], 1), decoder.layers))[

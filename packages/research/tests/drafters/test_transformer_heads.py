@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.layers.layers import llama_config
+from spectrain.drafters.layers.llama_layer import llama_config
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import select_trained_groups

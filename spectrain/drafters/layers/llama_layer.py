@@ -1,11 +1,11 @@
-"""Modules that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D
-head size, W width.
+"""A Llama layer of the target's width and heads: its configuration and its parts, which families
+share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,11 @@ from spectrain.errors import UserError, first_line
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.limits import max_text_length
 from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
+from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
-
-if TYPE_CHECKING:
-    from spectrain.models.kv_cache import TreeCache
-    from spectrain.models.target import Target
-
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries [B, H, T, D], keys and values [B, K, T, D]) -> attention outputs [B, H, T, D]."""
@@ -88,18 +85,6 @@ def head_size(config: Any) -> int:
     return size + size % 2
 
 
-def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` for a key of an architecture that is neither a key of a layer's
-    configuration nor a variant.
-    """
-    keys = (*LAYER_KEYS, *variants)
-    for key in architecture:
-        if key not in keys:
-            raise UserError(
-                f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}"
-            )
-
-
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
     """Return the configuration of one Llama layer with the target's width, heads and rotary
     embedding, which engines expect of a drafter; raise a UserError where the changes do not fit
@@ -153,9 +138,22 @@ class Attention(WeightBlock):
         """Return the linears that read the inputs."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
-    def init_self(self) -> None:
-        """Let heads attend to their own position at first."""
-        init_self_attention(self)
+    @torch.no_grad()
+    def init_self(self, strength: float = 1.2) -> None:
+        """Initialise half of the query heads of every key head as that key head, so that positions
+        attend to themselves.
+
+        A drafter learns the token of a position only through attention, and heads that start at
+        random give it one part in T. Over normed inputs the scaled product of a query and its own
+        key is about strength^2 * sqrt(head_dim); other products deviate from 0 by strength^2. The
+        other query heads stay random.
+        """
+        nn.init.normal_(self.k_proj.weight, std=strength / self.k_proj.in_features**0.5)
+        queries, keys = (
+            linear.weight.unflatten(0, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj)
+        )
+        shared = len(queries) // len(keys)
+        queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
 
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
@@ -203,16 +201,11 @@ class Attention(WeightBlock):
         itself. With a window, the caller sets the new nodes' positions on the cache first
         (`set_positions`).
         """
-        batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.write(layer, k, v)
             return self.attend_causal(q, k, v)
         if visible is None:
-            visible = (
-                torch.ones(length, length, dtype=torch.bool, device=q.device)
-                .tril()
-                .expand(batch, -1, -1)
-            )
+            visible = causal_visibility(q)
         return self.project_output(
             append_and_attend(
                 q,
@@ -225,6 +218,15 @@ class Attention(WeightBlock):
                 cache.positions,
             )
         )
+
+
+def causal_visibility(q: Tensor) -> Tensor:
+    """Return [B, T, T] bool, which lets each of the new tokens of queries [B, H, T, D] see those up
+    to itself.
+    """
+    batch, _, length, _ = q.shape
+    ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+    return ones.tril().expand(batch, -1, -1)
 
 
 def append_and_attend(
@@ -292,22 +294,6 @@ class Mlp(WeightBlock):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ResBlock(WeightBlock):
-    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the
-    identity.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.stored_values = width  # per row: the sum
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
-
-
 def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the rotary embedding of a configuration, a function of a tensor (for its dtype) and
     position ids.
@@ -336,25 +322,6 @@ def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
     scale = final_norm_scale(target)
     if scale is not None:
         norm.weight.copy_(scale)
-
-
-@torch.no_grad()
-def init_self_attention(attention: Attention, strength: float = 1.2) -> None:
-    """Initialise half of the query heads of every key head as that key head, so that positions
-    attend to themselves.
-
-    A drafter learns the token of a position only through attention, and heads that start at random
-    give it one part in T. Over normed inputs the scaled product of a query and its own key is about
-    strength^2 * sqrt(head_dim); other products deviate from 0 by strength^2. The other query heads
-    stay random.
-    """
-    nn.init.normal_(attention.k_proj.weight, std=strength / attention.k_proj.in_features**0.5)
-    queries, keys = (
-        linear.weight.unflatten(0, (-1, attention.head_dim))
-        for linear in (attention.q_proj, attention.k_proj)
-    )
-    shared = len(queries) // len(keys)
-    queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
 
 
 @torch.no_grad()
