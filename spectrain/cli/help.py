@@ -15,7 +15,6 @@ from typing import Any
 from spectrain.config.choices import (
     CommandSchema,
     choice_files,
-    conf_folders,
     load_schema,
     load_yaml,
     read_header,
@@ -105,7 +104,6 @@ def is_about(section: str, group: str) -> bool:
 def summarize_config(name: str, command: Command, words: list[str]) -> list[str]:
     """Describe the groups in a line each, and the keys that are used most."""
     schema = load_schema(command.config or "")
-    folders = conf_folders(words)
     choices = select_choices(schema, words)
     if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
         words = [*words, "recipe=eagle3"]
@@ -113,7 +111,7 @@ def summarize_config(name: str, command: Command, words: list[str]) -> list[str]
     if schema.groups:
         lines = []
         for group in sorted(schema.groups, key=lambda group: group != "recipe"):
-            files = choice_files(group, folders)
+            files = choice_files(group)
             experimental = list_experimental(group, files)
             names = " | ".join(each for each in files if each not in experimental)
             if len(files) > 1:
@@ -150,7 +148,6 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
     the constructor.
     """
     schema = load_schema(command.config or "")
-    folders = conf_folders(words)
     note = command.note
     choices = select_choices(schema, words)
     parts = []
@@ -164,7 +161,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
         lines = []
         for group in sorted(schema.groups, key=lambda group: group != "recipe"):
             lines.append(f"  {group}={choices.get(group, '')}")
-            lines.append(format_choices(group, folders))
+            lines.append(format_choices(group))
         parts.append(
             format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines))
         )
@@ -182,7 +179,7 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
     for group, keys in values.items():
         whose = (
             f" ({group}={choices[group]})"
-            if group in choices and len(choice_files(group, folders)) > 1
+            if group in choices and len(choice_files(group)) > 1
             else ""
         )
         for part in dict.fromkeys(key.part for key in keys):
@@ -217,9 +214,9 @@ def list_readers_section(name: str) -> list[str]:
     return [format_section("Formats, and what reads them", format_list(readers))]
 
 
-def format_choices(group: str, folders: list[Path]) -> str:
+def format_choices(group: str) -> str:
     """List the choices of a group, those that no inference engine supports under "experimental"."""
-    files = choice_files(group, folders)
+    files = choice_files(group)
     experimental = list_experimental(group, files)
     shelves = [
         [name for name in files if name not in experimental],
@@ -334,7 +331,7 @@ def recipe_advice(text: str) -> str:
 
 def describe_recipes(words: list[str]) -> str:
     """Describe every recipe in a line, or one recipe in full."""
-    files = choice_files("recipe", conf_folders(words))
+    files = choice_files("recipe")
     if not words:
         entries = {
             name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()

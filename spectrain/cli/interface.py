@@ -43,7 +43,7 @@ from spectrain.trees import TreeBuilder
 from .export import write_card
 from .help import COMMANDS
 from .locate import locate_drafter
-from .overrides import allow_new_keys, check_words, list_config_groups
+from .overrides import check_words, write_overrides
 from .results import EvalResult, TrainResult
 from .rows import Prompt, store_conversations, to_chat, write_prompts
 
@@ -130,9 +130,7 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
         f"{key}={'null' if value is None else value}" for key, value in settings.items()
     )
     check_words(command, words)
-    groups = list_config_groups(words)
-    name = COMMANDS[command].config or command
-    config = compose(name, overrides=[allow_new_keys(word, groups) for word in words])
+    config = compose(COMMANDS[command].config or command, overrides=write_overrides(words))
     if "recipe" in settings:
         with open_dict(config):
             config.recipe_name = settings["recipe"]

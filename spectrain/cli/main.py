@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
 from spectrain.config.commands import (
     Task,
     add_installed_tasks,
@@ -30,7 +31,7 @@ from spectrain.output.verbosity import (
     result_output,
 )
 
-from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
+from .overrides import EXAMPLE_CHOICES, write_overrides
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"
@@ -83,6 +84,7 @@ def dispatch_command(arguments: list[str]) -> None:
     from .overrides import to_settings
     from .settings_file import split_settings_file
 
+    set_choice_folders(named_folders(arguments))
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
         sys.exit(0 if arguments else 2)
@@ -156,16 +158,12 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     from spectrain.config.build import register_resolvers
-    from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
     from spectrain.errors import UserError, first_line
 
     register_resolvers()
-    folders = named_folders(words)
-    check_encodings(folders)
-    set_choice_folders(folders)
+    check_encodings(named_folders(words))
     disable_progress_bars()
-    groups = list_config_groups(words)
-    sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]
+    sys.argv = ["spectrain", *write_overrides(words)]
     is_composed = False
 
     def call(config: Any) -> None:

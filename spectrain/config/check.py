@@ -18,7 +18,6 @@ from spectrain.errors import UserError, suggest_nearest
 from .choices import (
     CommandSchema,
     choice_files,
-    conf_folders,
     find_choice,
     find_owners,
     load_yaml,
@@ -159,14 +158,13 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
     from hydra.errors import HydraException
 
     choices = select_choices(schema, words)
-    folders = conf_folders(words)
     parser = OverridesParser.create()
     for word in words:
         setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
         if setting is None:
             continue
         group, name, value = setting.groups()
-        path = choice_files(group, folders).get(choices.get(group, ""))
+        path = choice_files(group).get(choices.get(group, ""))
         target = schema.nodes.get(group) or (load_yaml(path).get("_target_") if path else None)
         if target is None or not list_keys(target) or (group, name) == ("drafter", "init"):
             continue

@@ -34,18 +34,39 @@ def set_choice_folders(folders: Iterable[Path]) -> None:
     _named_folders[:] = [folder.resolve() for folder in folders]
 
 
-def list_folders() -> tuple[Path, ...]:
+def shipped_folders() -> tuple[Path, ...]:
+    """Return the folders of choices that need no flag: conf/ and those of installed packages."""
+    return (PACKAGE_ROOT / "conf", *list_conf_folders())
+
+
+def conf_folders() -> tuple[Path, ...]:
     """Return the folders of choices: conf/, those of installed packages, and those that the command
     names.
     """
-    return (PACKAGE_ROOT / "conf", *list_conf_folders(), *_named_folders)
+    return (*shipped_folders(), *_named_folders)
+
+
+def named_folders(words: Iterable[str]) -> list[Path]:
+    """Return the folders of choices that --config-dir names among the words of a command."""
+    words = list(words)
+    folders = list[Path]()
+    for flag in ("--config-dir", "-cd"):
+        if flag in words[:-1]:
+            folders.append(Path(words[words.index(flag) + 1]))
+        folders += [Path(word.partition("=")[2]) for word in words if word.startswith(f"{flag}=")]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def list_config_groups(folders: Iterable[Path]) -> set[str]:
+    """Return the names of the groups that these folders have."""
+    return {entry.name for folder in folders for entry in folder.iterdir() if entry.is_dir()}
 
 
 def list_constructors(group: str) -> dict[str, str]:
     """Return choice -> import path of its constructor, those of conf/ first; empty choices are
     left out.
     """
-    return _read_constructors(list_folders()).get(group, {})
+    return _read_constructors(conf_folders()).get(group, {})
 
 
 @cache
@@ -99,7 +120,7 @@ def find_group(target: str) -> str:
     """Return the group that has a choice with this constructor; raise a UserError if no yaml
     names it.
     """
-    for group, paths in _read_constructors(list_folders()).items():
+    for group, paths in _read_constructors(conf_folders()).items():
         if target in paths.values():
             return group
     raise UserError(
@@ -130,23 +151,6 @@ class CommandSchema:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def conf_folders(words: Iterable[str] = ()) -> list[Path]:
-    """Return the folders of configurations: conf/, those of installed packages, and those that
-    --config-dir names among the words of a command."""
-    return [PACKAGE_ROOT / "conf", *list_conf_folders(), *named_folders(words)]
-
-
-def named_folders(words: Iterable[str]) -> list[Path]:
-    """Return the folders of configurations that --config-dir names among the words of a command."""
-    words = list(words)
-    folders = list[Path]()
-    for flag in ("--config-dir", "-cd"):
-        if flag in words[:-1]:
-            folders.append(Path(words[words.index(flag) + 1]))
-        folders += [Path(word.partition("=")[2]) for word in words if word.startswith(f"{flag}=")]
-    return [folder for folder in folders if folder.is_dir()]
-
-
 def check_encodings(folders: Iterable[Path]) -> None:
     """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not
     name.
@@ -158,10 +162,10 @@ def check_encodings(folders: Iterable[Path]) -> None:
             raise UserError(f"{path}: it is no text ({error.reason}); save it as UTF-8") from error
 
 
-def choice_files(group: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return every choice of a group: name -> file."""
+def choice_files(group: str, folders: Iterable[Path] | None = None) -> dict[str, Path]:
+    """Return every choice of a group in these folders, or in all: name -> file."""
     files = {}
-    for folder in folders:
+    for folder in conf_folders() if folders is None else folders:
         for path in (folder / group).rglob("*.yaml"):
             files[path.relative_to(folder / group).with_suffix("").as_posix()] = path
     return dict(sorted(files.items()))
@@ -238,12 +242,11 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
         if equals and group in schema.groups
     }
     choices = {
-        group: choice or find_default_choice(group, words)
-        for group, choice in schema.groups.items()
+        group: choice or find_default_choice(group) for group, choice in schema.groups.items()
     }
     choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
     recipe = (
-        choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", ""))
+        choice_files("recipe").get(overrides.get("recipe", ""))
         if "recipe" in schema.groups
         else None
     )
@@ -254,14 +257,10 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
     }
 
 
-def find_default_choice(group: str, words: Iterable[str]) -> str | None:
+def find_default_choice(group: str) -> str | None:
     """Return the choice of a group that a command takes whose own default is null: the only one
     that is not empty, or the one named default; None if there is neither."""
-    full = [
-        name
-        for name, path in choice_files(group, conf_folders(words)).items()
-        if load_yaml(path).get("_target_")
-    ]
+    full = [name for name, path in choice_files(group).items() if load_yaml(path).get("_target_")]
     return full[0] if len(full) == 1 else "default" if "default" in full else None
 
 
@@ -269,13 +268,12 @@ def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list
     """Return group -> settings, with the values that the choices and the recipe among these
     words set.
     """
-    folders = conf_folders(words)
     choices = select_choices(schema, words)
-    recipe = choice_files("recipe", folders).get(choices.get("recipe", ""))
+    recipe = choice_files("recipe").get(choices.get("recipe", ""))
     values = load_yaml(recipe) if recipe else {}
     result = {name: list_keys(target) for name, target in schema.nodes.items()}
     for group, choice in choices.items():
-        path = choice_files(group, folders).get(choice)
+        path = choice_files(group).get(choice)
         if path is None or group == "recipe" or not (node := load_yaml(path)).get("_target_"):
             continue
         given = values.get(group, {})
@@ -300,13 +298,12 @@ def find_values(node: Mapping[str, Any], key: SettingKey) -> list[Any]:
     return [node[key.name]] if key.name in node else inner
 
 
-def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
+def find_owners(group: str, name: str) -> list[str]:
     """Return the choices of a group that have a setting with this name."""
     if group == "recipe":
         return []
     nodes = {
-        choice: load_yaml(path).get("_target_")
-        for choice, path in choice_files(group, conf_folders(words)).items()
+        choice: load_yaml(path).get("_target_") for choice, path in choice_files(group).items()
     }
     return [
         choice

@@ -111,7 +111,7 @@ def check_keys(config: str, arguments: list[str]) -> None:
             exists = (
                 name in {key.name for key in settings.get(group, ())}
                 if is_chosen
-                else find_owners(group, name, arguments)
+                else find_owners(group, name)
             )
             assert exists or (group == "drafter" and name in EVERY_DRAFTER), (
                 f"{argument}: {group} has no such key"
