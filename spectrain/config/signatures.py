@@ -358,8 +358,9 @@ def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
     """
     if annotation is None:
         return Any
-    is_text = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-    text = annotation.value if is_text else ast.unparse(annotation)
+    text = ast.unparse(annotation)
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        text = annotation.value
     try:
         return eval(text, {"__builtins__": {}}, _AnnotationNames(source))
     # A name that is no type of settings, or an expression that is no type, as of an alias.
