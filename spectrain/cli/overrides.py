@@ -29,7 +29,7 @@ from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.folder import require_drafter_directory
 
-from .help import COMMANDS, HELP_DATA
+from .help import COMMANDS, EXAMPLE_RECIPE, HELP_DATA
 
 BARE_FLAGS = HELP_DATA["hydra"]["alone"]
 VALUE_FLAGS = HELP_DATA["hydra"]["valued"]
@@ -40,8 +40,6 @@ SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 NO_NAMES = ("null", "true", "false", "nan", "inf")
 MAX_DIGITS = 300
 MAX_BRACKETS = 64
-# The choice that messages suggest, if it is not the first of its group.
-EXAMPLE_CHOICES = {"recipe": "eagle3"}
 
 
 def to_settings(name: str, words: list[str]) -> list[str]:
@@ -306,7 +304,8 @@ def check_choice(group: str, value: str, sweeps: bool) -> None:
 def suggest_word(command: str, word: str, allowed_keys: list[str]) -> str:
     """Suggest the setting that a word without = may mean."""
     if word in allowed_keys:
-        example = EXAMPLE_CHOICES.get(word) or next(iter(choice_files(word)), "VALUE")
+        first = next(iter(choice_files(word)), "VALUE")
+        example = EXAMPLE_RECIPE if word == "recipe" else first
         return f", as in {word}={example}"
     if "run" in allowed_keys and (command in ("eval", "chat", "export") or Path(word).is_dir()):
         return f"; write run={word}"
