@@ -83,13 +83,14 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     declared types.
     """
     target = str(node["_target_"])
-    if find_choice(group, target) is None:
+    choice = find_choice(group, target)
+    if choice is None:
         raise UserError(
             f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE"
         )
     if not has_source(target):
         raise UserError(
-            f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where "
+            f"{group}={choice}: {target} is not found; PYTHONPATH says where "
             "the folder of its module lies"
         )
     settings = settings_by_name(target)

@@ -79,11 +79,11 @@ def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
         nodes = [
             (path.stem, group, node)
             for path in sorted(folder.glob("*.yaml"))
-            for group, node in _load_mapping(path).items()
+            for group, node in load_yaml(path).items()
         ]
         for group in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
             nodes += [
-                (name, group, _load_mapping(path))
+                (name, group, load_yaml(path))
                 for name, path in choice_files(group, [folder]).items()
             ]
         for name, group, node in nodes:
@@ -94,11 +94,6 @@ def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
             ):
                 paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
     return paths
-
-
-def _load_mapping(path: Path) -> dict[str, Any]:
-    content = load_yaml(path)
-    return content if isinstance(content, dict) else {}
 
 
 def load_constructor(group: str, name: str) -> Any:
@@ -182,8 +177,9 @@ def read_header(path: Path) -> str:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Load a yaml without resolving its references."""
-    return yaml.load(read_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    """Load the mapping in a yaml without resolving its references; anything else is empty."""
+    content = yaml.load(read_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return content if isinstance(content, dict) else {}
 
 
 def load_schema(config: str) -> CommandSchema:

@@ -21,6 +21,7 @@ from spectrain.config.values import Number, Share
 from spectrain.errors import UserError, first_line
 from spectrain.files import open_text
 
+from .chat import Example
 from .chat_template import ChatTemplate, Kind
 from .dataset import Dataset, HeldOutShare, is_too_short, make_examples, split_held_out
 from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
@@ -212,11 +213,7 @@ class ConversationReader(ABC):
             raise UserError(
                 f"data.min_length={self.min_length}: every conversation is shorter; lower it"
             )
-        examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
-        if not examples and held_out:
-            raise UserError(
-                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
-            )
+        examples, held_out = self.split_examples([group for group, _, _ in tokenized])
         if not examples:
             raise UserError(
                 f"data.max_length={self.max_length}: it cuts off every answer; raise it"
@@ -231,6 +228,19 @@ class ConversationReader(ABC):
             extra_texts=partial(self.extra_texts, template.tokenizer),
             unread=unread,
         )
+
+    def split_examples(
+        self, conversations: list[list[Example]]
+    ) -> tuple[list[Example], list[Example]]:
+        """Split the examples into those to train on and those held out; raise a UserError where all
+        are held out.
+        """
+        examples, apart = split_held_out(conversations, self.held_out)
+        if not examples and apart:
+            raise UserError(
+                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
+            )
+        return examples, apart
 
 
 @dataclass(frozen=True)

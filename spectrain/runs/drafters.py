@@ -138,9 +138,7 @@ def build_without_weights(
     """Return target and drafter on torch's device "meta": only the target's configuration is read,
     unless `target` is given. `device` is where they are to run."""
     target = target or build_target_without_weights(spec, device)
-    with warnings.catch_warnings(), torch.device("meta"):
-        # A training prints them.
-        warnings.simplefilter("ignore")
+    with on_meta_device():
         drafter: Drafter = spec.drafter.build(target=target)
     return target, drafter
 
@@ -156,11 +154,17 @@ def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
             f"target={spec.target.choice}: it is built with its weights alone, and none are read "
             "here; name a target of transformers, as in target=hf target.model=DIR"
         )
-    with warnings.catch_warnings(), torch.device("meta"):
-        # A training prints them.
-        warnings.simplefilter("ignore")
+    with on_meta_device():
         target: Target = spec.target.build(network=build_meta_network, device=device)
     return target
+
+
+@contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Build without weights, and without the warnings that a training prints."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _find_inner_directory(key: str, value: str) -> Path:
@@ -202,13 +206,15 @@ def refuse_other_target(
     than the requested one.
     """
     made_for = load_description(directory, None).target
-    is_known = bool(made_for) and bool(requested)
-    if not is_known or name_choice(made_for) == name_choice(requested):
+    if not made_for or not requested:
         return
-    raise UserError(
-        f"run={run}: its drafter is for {name_choice(made_for)}, and {target.name} is another "
-        f"model; leave out {name_choice(requested)}, or train a drafter for it"
-    ) from error
+    words = name_choice(requested)
+    words_of_drafter = name_choice(made_for)
+    if words != words_of_drafter:
+        raise UserError(
+            f"run={run}: its drafter is for {words_of_drafter}, and {target.name} is another "
+            f"model; leave out {words}, or train a drafter for it"
+        ) from error
 
 
 def name_choice(target: GroupSpec) -> str:

@@ -105,21 +105,21 @@ def train(
     trainer = Trainer.from_spec(spec)
     accelerator = trainer.make_accelerator()
     run = claim_run(spec, accelerator, stack)
+    is_main = accelerator.is_main_process
     if (run / "drafter" / "config.json").exists():
-        if accelerator.is_main_process and (run / "config.yaml").exists():
+        if is_main and (run / "config.yaml").exists():
             check_settings(run, spec)
         return TrainedRun(run, accelerator)
-    is_main = accelerator.is_main_process
     tracker: Tracker | None = spec.tracker.build() if is_main else None
-    called = CallbackTracker(tracker, callbacks) if callbacks and is_main else None
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
-    if accelerator.is_main_process:
+    if is_main:
         open_run(run, spec, inputs.facts, checkpoint)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    tracker = stack.enter_context(track_run(called or tracker, run, spec.to_nodes(), step=step))
+    tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
+    steps = CallbackTracker(tracker, callbacks if is_main else ())
     try:
         result = trainer.fit(
             inputs.drafter,
@@ -127,14 +127,14 @@ def train(
             inputs.dataset,
             inputs.source,
             run,
-            tracker,
-            None if called is None else called.record_step,
+            steps,
+            steps.record_step,
         )
     finally:
         message = inputs.source.close()
-        if message is not None and accelerator.is_main_process:
+        if message is not None and is_main:
             print(message, flush=True)
-    if accelerator.is_main_process:
+    if is_main:
         if result.gain is not None:
             print(f"{run}: {result.gain.describe()}", flush=True)
         save_trained(inputs, spec, run, result)
@@ -212,8 +212,8 @@ def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
     """Return the run folder, the same on every process; the first process holds its lock until
     `stack` is closed.
     """
-    if spec.run is None and spec.trainer.get("resume") is not None:
-        resume = spec.trainer.get("resume")
+    resume = spec.trainer.get("resume")
+    if spec.run is None and resume is not None:
         raise UserError(
             f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME"
         )
