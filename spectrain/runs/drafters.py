@@ -321,15 +321,16 @@ def read_described(description: Mapping[str, Any]) -> RunSpec:
     return replace(spec, recipe_name=description.get("recipe"))
 
 
-def load_training_facts(run: Path) -> dict[str, Any] | None:
-    """Return the cost of a drafter's training: steps, tokens, seconds and trained parameters;
-    None if it is not recorded.
+def load_facts(run: Path, name: str) -> dict[str, Any] | None:
+    """Return what a drafter's config.json records by a name: `training`, with its steps, tokens,
+    seconds and trained parameters, or `chat_template`, with its hash and arguments; None if it is
+    not recorded.
     """
     directory = find_drafter_directory(run)
     if directory is None or not is_native(directory):
         return None
-    facts: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
-    return facts
+    facts = read_json_object(directory / "config.json").get(name)
+    return facts if isinstance(facts, dict) else None
 
 
 # At the start of training

@@ -25,7 +25,7 @@ from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
-from .drafters import init_drafter, is_shipped, load_drafter, load_training_facts, save_drafter
+from .drafters import init_drafter, is_shipped, load_drafter, load_facts, save_drafter
 from .folder import (
     archive_earlier,
     find_drafter_directory,
@@ -107,7 +107,7 @@ def score(
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or below `output_folder`."""
     folder = (output_folder or find_results_folder(run)) / "eval" / evaluation.name
-    trained_with = load_template_facts(run)
+    trained_with = load_facts(run, "chat_template")
     if trained_with is not None and trained_with != target.template.facts():
         print(
             f"chat template: the drafter was trained with {describe_template(trained_with)}, and "
@@ -134,19 +134,6 @@ def write_score(folder: Path, measure: Callable[[Path], dict[str, Any]]) -> dict
         archive_earlier(folder)
     print(f"written to {folder}")
     return summary
-
-
-def load_template_facts(run: Path) -> dict[str, Any] | None:
-    """Return the hash and the arguments of the chat template that a run was trained with; None
-    where it does not say.
-    """
-    directory = find_drafter_directory(run)
-    facts = (
-        None
-        if directory is None
-        else read_json_object(directory / "config.json").get("chat_template")
-    )
-    return facts if isinstance(facts, dict) else None
 
 
 def describe_template(facts: dict[str, Any]) -> str:
@@ -205,7 +192,7 @@ def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> 
         "drafter": spec.drafter.save(),
         "acceptance": spec.acceptance.save(),
         "trained": find_drafter_directory(run) is not None or is_shipped(spec.drafter),
-        "training": load_training_facts(run),
+        "training": load_facts(run, "training"),
         "dtype": str(target.dtype).removeprefix("torch."),
         "chat_template": target.template.facts(),
         "device": torch.cuda.get_device_name()
