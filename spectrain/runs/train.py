@@ -37,7 +37,7 @@ from .callbacks import Callback, CallbackTracker
 from .drafters import apply_init_shape, init_drafter, save_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
-from .score import evaluate, score
+from .score import RunScoring, evaluate
 
 
 @dataclass
@@ -324,7 +324,10 @@ def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
         # Every process loads the saved drafter.
         trained.accelerator.wait_for_everyone()
     if result.is_reusable and is_unsharded and trained.accelerator.is_main_process:
-        score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
+        scoring = RunScoring(
+            spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset
+        )
+        scoring.score(tracker)
     elif not result.is_reusable or not is_unsharded:
         evaluate(
             spec,
