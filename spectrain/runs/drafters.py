@@ -399,28 +399,27 @@ def is_trainable(drafter: Drafter) -> bool:
 def apply_init_shape(spec: RunSpec) -> RunSpec:
     """With drafter.init, return the spec with the settings that its weights determine; a
     conflicting override raises a UserError."""
-    if not spec.drafter.get("init"):
+    drafter = spec.drafter
+    init = drafter.get("init")
+    if not init:
         return spec
-    directory = require_drafter_directory("drafter.init", spec.drafter.get("init"))
+    directory = require_drafter_directory("drafter.init", init)
     saved = load_description(directory, spec.target).drafter
-    if saved.choice != spec.drafter.choice:
+    if saved.choice != drafter.choice:
         raise UserError(
             f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of "
             "that family"
         )
     files = saved.load_constructor().saved
-    drafter = spec.drafter
     for key in files.shape:
         value = saved.get(key)
-        if spec.drafter.find_layer(key) == "command" and drafter.get(key) != value:
-            value = adjust_setting(key, drafter.get(key), value, files.adjustable, directory)
-            drafter = drafter.with_settings(**{key: value})
-        else:
-            drafter = (
-                drafter.with_settings(**{key: value})
-                if key in saved.settings
-                else drafter.drop_setting(key)
-            )
+        requested = drafter.get(key)
+        if drafter.find_layer(key) == "command" and requested != value:
+            value = adjust_setting(key, requested, value, files.adjustable, directory)
+        elif key not in saved.settings:
+            drafter = drafter.drop_setting(key)
+            continue
+        drafter = drafter.with_settings(**{key: value})
     return replace(spec, drafter=drafter)
 
 
