@@ -16,10 +16,10 @@ from typing import IO, Any, Literal
 from spectrain.config.environment import inherited_environment
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError
-from spectrain.eval.promotion import PromotionProof
 from spectrain.files import write_text
 from spectrain_serve.engines.launch import explain_log
 from spectrain_serve.engines.process_group import run_group
+from spectrain_serve.promotion import PromotionProof
 
 from .proof import read_proof
 from .reservoir import write_conversations

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from spectrain.decoding.acceptance import Match
 from spectrain.decoding.loop import decode
 from spectrain.errors import RunError, UserError
-from spectrain.eval.promotion import PairedGain, PromotionProof
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain_serve.integrations.learner import (
@@ -32,6 +31,7 @@ from spectrain_serve.integrations.policy import make_policy_target
 from spectrain_serve.integrations.process_state import preserve_process_state
 from spectrain_serve.integrations.rollouts import RolloutStore
 from spectrain_serve.integrations.trl import DrafterCallback, make_settings, read_sampling
+from spectrain_serve.promotion import PairedGain, PromotionProof
 from tests.export.small_targets import save_random
 
 PROMPTS = [[{"role": "user", "content": f"Say {number}."}] for number in range(48)]
