@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,33 +74,19 @@ def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
     is a group too.
     """
     paths: dict[str, dict[str, str]] = {}
+
+    def add(group: str, name: str, node: Any) -> None:
+        if isinstance(node, dict) and "_target_" in node:
+            paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+
     for folder in folders:
-        nodes = [
-            (path.stem, group, node)
-            for path in sorted(folder.glob("*.yaml"))
-            for group, node in load_yaml(path).items()
-        ]
-        for group in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
-            nodes += [
-                (name, group, load_yaml(path))
-                for name, path in choice_files(group, [folder]).items()
-            ]
-        for name, group, node in nodes:
-            if (
-                isinstance(node, dict)
-                and "_target_" in node
-                and group not in ("recipe", "accelerate")
-            ):
-                paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+        for path in sorted(folder.glob("*.yaml")):
+            for group, node in load_yaml(path).items():
+                add(group, path.stem, node)
+        for group in sorted(list_config_groups([folder]) - {"recipe", "accelerate"}):
+            for name, path in choice_files(group, [folder]).items():
+                add(group, name, load_yaml(path))
     return paths
-
-
-def load_constructor(group: str, name: str) -> Any:
-    """Import the constructor of a choice that ships with this package or an installed one."""
-    path = list_constructors(group).get(name)
-    assert path is not None, f"no {group}/{name}.yaml names a constructor"
-    module, _, constructor = path.rpartition(".")
-    return getattr(import_module(module), constructor)
 
 
 def find_choice(group: str, target: str) -> str | None:
