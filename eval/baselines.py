@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectrain.config.choices import find_choice, load_constructor
+from spectrain.config.build import GroupSpec
+from spectrain.config.choices import find_choice
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.hybrid import DrafterWithCopies
@@ -188,7 +189,7 @@ class Baselines(EvalExtension):
             )
         for name in (name for name in INSTALLED if name in names):
             tree = Eagle2(own.depth, own.budget)
-            drafter = load_constructor("drafter", name)(target)
+            drafter = GroupSpec("drafter", name).load_constructor()(target)
             systems.append(System(name, f"{name}{suffix}", drafter, tree, rule))
         return systems
 

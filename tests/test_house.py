@@ -39,7 +39,6 @@ ROOMS = (
     ("export",),
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
-    ("integrations",),
     tuple(Path(package).name for package in PACKAGES),
     ("cli",),
     ("__init__", "__main__"),

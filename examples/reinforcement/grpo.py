@@ -1,6 +1,6 @@
 """GRPO by TRL on the tiny target, with a drafter that learns beside the policy.
 
-    pip install "spectrain[trl]"
+    pip install "spectrain-serve[trl]"
     spectrain train recipe=eagle3 target=tiny eval=none
     python examples/reinforcement/grpo.py --run runs/eagle3-tiny --out runs/grpo
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from spectrain.export.targets import TargetFiles
-from spectrain.integrations.trl import DrafterCallback
+from spectrain_serve.integrations.trl import DrafterCallback
 
 COLOURS = ["red", "blue", "green", "black", "white", "grey", "brown", "pink"]
 THINGS = ["a bee", "tea", "the sea", "a tree", "rain", "bread", "a stone", "a boat"]

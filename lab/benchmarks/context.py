@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.config.choices import load_constructor
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import render_chat
 from spectrain.data.readers import load_embedded
 from spectrain.decoding.acceptance import Greedy
@@ -76,7 +76,7 @@ class ContextBench:
 
     def build_drafters(self, target: Target) -> dict[str, Any]:
         """Return the drafters to measure, by name."""
-        make = load_constructor("drafter", "self")
+        make = GroupSpec("drafter", "self").load_constructor()
         budget = self.budget
         return {
             "window": make(target, "window", budget),

@@ -36,8 +36,8 @@ from spectrain.files import write_text
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.continuation import write_examples
 from spectrain.servers.ports import find_free_port
+from spectrain_serve.continuation import write_examples
 from spectrain_serve.engines.control_key import bearer_header, read_control_key
 from spectrain_serve.follow.examples import tokenize_conversation
 from spectrain_serve.follow.ledger import read_ledger

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from spectrain.config.choices import list_constructors, load_constructor
+from spectrain.config.build import GroupSpec
+from spectrain.config.choices import list_constructors
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
@@ -34,7 +35,7 @@ FAMILIES: dict[str, DrafterFactory] = {
 }
 if "hydra" in list_constructors("drafter"):
     FAMILIES["hydra eagle2"] = lambda target: (
-        load_constructor("drafter", "hydra")(target, num_heads=3, vocab_size=1024),
+        GroupSpec("drafter", "hydra").load_constructor()(target, num_heads=3, vocab_size=1024),
         Eagle2(3, 10, 3),
     )
 """Untrained drafters: some of their drafts are accepted, most are not, and neither may change

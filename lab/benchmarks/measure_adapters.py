@@ -32,7 +32,7 @@ from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import (
     build_drafter,
     load_description,
-    load_training_facts,
+    load_facts,
     load_weights,
 )
 from spectrain.trees import Chain
@@ -162,7 +162,7 @@ def count_sizes(run: Path) -> dict[str, int]:
     """Return the tokens of a run, the parameters that it trained and has, and the bytes of
     gradients and optimiser state.
     """
-    facts = load_training_facts(run) or {}
+    facts = load_facts(run, "training") or {}
     drafter = sum(
         tensor.numel() for tensor in load_file(run / "drafter" / "model.safetensors").values()
     )

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from spectrain.cli.main import dispatch_command
-from spectrain.config.choices import choice_files, conf_folders
+from spectrain.config.choices import choice_files
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.provenance import collect_provenance
@@ -40,7 +40,7 @@ and an H100.
 
 def list_recipes() -> list[str]:
     """Return all recipes that are installed."""
-    return sorted(choice_files("recipe", conf_folders([])))
+    return sorted(choice_files("recipe"))
 
 
 def plan_recipe(name: str) -> dict[str, Any]:

@@ -158,12 +158,9 @@ class Chat:
 
 def drafter_title(drafter: Drafter | None) -> str:
     """Return a short name of a drafter."""
-    inside = (
-        f"{type(drafter.inner).__name__} + retrieval"
-        if isinstance(drafter, DrafterWithCopies)
-        else None
-    )
-    return inside or type(drafter).__name__
+    if isinstance(drafter, DrafterWithCopies):
+        return f"{type(drafter.inner).__name__} + retrieval"
+    return type(drafter).__name__
 
 
 @dataclass

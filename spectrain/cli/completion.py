@@ -13,7 +13,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from spectrain.config.choices import choice_files, conf_folders, load_schema, settings_by_group
+from spectrain.config.choices import (
+    choice_files,
+    load_schema,
+    named_folders,
+    set_choice_folders,
+    settings_by_group,
+)
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import FORMATS
 from spectrain.models.published import MODELS
@@ -45,6 +51,7 @@ def read_script(shell: str) -> str:
 
 def complete_word(words: list[str]) -> list[str]:
     """Return the completions of the last of these words, which follow `spectrain`."""
+    set_choice_folders(named_folders(words))
     *before, word = words or [""]
     matches = sorted({match for match in list_candidates(before, word) if match.startswith(word)})
     return [match for match in matches if match.rstrip() != word] or matches
@@ -80,7 +87,7 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
     if name == "completion":
         return [shell + WORD_END for shell in SHELL_SCRIPTS] if not rest else []
     if name == "recipes":
-        return [recipe + WORD_END for recipe in choice_files("recipe", conf_folders(rest))]
+        return [recipe + WORD_END for recipe in choice_files("recipe")]
     if name == "runs" and "=" in word:
         return [f"sort={column}{WORD_END}" for column in SORT_KEYS]
     if name == "runs":
@@ -105,7 +112,6 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
 def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterable[str]:
     """Return groups, their choices, the keys in them, and values."""
     schema = load_schema(config)
-    folders = conf_folders(rest)
     key, equals, value = word.partition("=")
     group, dot, name_in_group = key.rpartition(".")
     settings = settings_by_group(schema, rest)
@@ -123,7 +129,7 @@ def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterabl
     earlier = value.rpartition(",")[0]  # of a sweep
     start = f"{key}={earlier}," if earlier else f"{key}="
     if key in schema.groups:
-        return [f"{start}{choice}{WORD_END}" for choice in choice_files(key, folders)]
+        return [f"{start}{choice}{WORD_END}" for choice in choice_files(key)]
     if key == "run":
         return run_words(word)
     keys = settings.get(group, []) if dot else command_keys(name, schema)

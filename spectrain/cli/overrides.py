@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,9 @@ from spectrain.config.choices import (
     choice_files,
     conf_folders,
     find_owners,
+    list_config_groups,
     load_schema,
+    shipped_folders,
 )
 from spectrain.config.commands import Command
 from spectrain.config.grouped import drop_parts
@@ -26,7 +29,7 @@ from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.folder import require_drafter_directory
 
-from .help import COMMANDS, HELP_DATA
+from .help import COMMANDS, EXAMPLE_RECIPE, HELP_DATA
 
 BARE_FLAGS = HELP_DATA["hydra"]["alone"]
 VALUE_FLAGS = HELP_DATA["hydra"]["valued"]
@@ -37,8 +40,6 @@ SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 NO_NAMES = ("null", "true", "false", "nan", "inf")
 MAX_DIGITS = 300
 MAX_BRACKETS = 64
-# The choice that messages suggest, if it is not the first of its group.
-EXAMPLE_CHOICES = {"recipe": "eagle3"}
 
 
 def to_settings(name: str, words: list[str]) -> list[str]:
@@ -81,7 +82,7 @@ def to_setting(key: str, value: str) -> list[str]:
         return [f"{key}={quote_text(value)}"]
     return (
         [f"target={value}"]
-        if value in choice_files("target", conf_folders())
+        if value in choice_files("target")
         else ["target=hf", f"target.model={quote_text(value)}"]
     )
 
@@ -99,19 +100,17 @@ def compare_settings(words: list[str]) -> list[str]:
     return [*rest, f"runs=[{','.join(json.dumps(run) for run in runs)}]"] if runs else rest
 
 
-def list_config_groups(words: list[str]) -> set[str]:
-    """Return the names of configuration groups, ours and those below --config-dir."""
-    return {
-        entry.name for folder in conf_folders(words) for entry in folder.iterdir() if entry.is_dir()
-    }
-
-
-def allow_new_keys(word: str, groups: set[str]) -> str:
-    """Write `a.b=c` as hydra's `++a.b=c`: defaults live in constructors, so a key need not stand in
-    a yaml.
+def write_overrides(words: Iterable[str]) -> list[str]:
+    """Return the words of a command as hydra's overrides, `a.b=c` as `++a.b=c`: defaults live in
+    constructors, so a key need not stand in a yaml.
 
     `check_config`, which knows the constructors, reports unknown keys later.
     """
+    groups = list_config_groups(conf_folders())
+    return [_allow_new_key(word, groups) for word in words]
+
+
+def _allow_new_key(word: str, groups: set[str]) -> str:
     match = re.match(r"([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL)
     return f"++{match[1]}={quote_if_needed(match[2])}" if match and match[1] not in groups else word
 
@@ -144,8 +143,8 @@ def check_words(command: str, words: list[str]) -> None:
     from spectrain.config.check import check_overrides
 
     schema = load_schema(COMMANDS[command].config or "")
-    folders = conf_folders(words)
-    schema.groups |= {name: None for name in list_config_groups(words) - list_config_groups([])}
+    own_groups = list_config_groups(conf_folders()) - list_config_groups(shipped_folders())
+    schema.groups |= dict.fromkeys(own_groups)
     allowed = [*schema.groups, *schema.nodes, *(key.name for key in schema.keys)]
     sweeps = any(word in ("-m", "--multirun") for word in words)
     rest = iter(words)
@@ -169,7 +168,7 @@ def check_words(command: str, words: list[str]) -> None:
             if not word.startswith("~"):
                 raise UserError(
                     f"{word}: settings are KEY=VALUE without "
-                    f"spaces{suggest_word(command, word, allowed, folders)}"
+                    f"spaces{suggest_word(command, word, allowed)}"
                 )
             continue
         name = setting[1]
@@ -179,7 +178,7 @@ def check_words(command: str, words: list[str]) -> None:
             raise UserError(f"{name}=: it is empty; write {name}=VALUE, or leave it out")
         head = re.split(r"[./@]", name)[0]
         if name in schema.groups and not (word.startswith("~") and value in ("", "null")):
-            check_choice(name, value, folders, sweeps)
+            check_choice(name, value, sweeps)
         elif name.startswith("hydra/"):
             check_hydra_choice(word, value)
         elif head not in allowed and head != "hydra":
@@ -264,11 +263,11 @@ def check_hydra_choice(word: str, value: str) -> None:
         )
 
 
-def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> None:
+def check_choice(group: str, value: str, sweeps: bool) -> None:
     """Raise a UserError unless the choice is one of the group's files or, in a list or a sweep,
     several of them.
     """
-    files = choice_files(group, folders)
+    files = choice_files(group)
     if value in (*files, "[]"):
         return
     is_list = value.startswith("[")
@@ -302,14 +301,15 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
     )
 
 
-def suggest_word(command: str, word: str, allowed_keys: list[str], folders: list[Path]) -> str:
+def suggest_word(command: str, word: str, allowed_keys: list[str]) -> str:
     """Suggest the setting that a word without = may mean."""
     if word in allowed_keys:
-        example = EXAMPLE_CHOICES.get(word) or next(iter(choice_files(word, folders)), "VALUE")
+        first = next(iter(choice_files(word)), "VALUE")
+        example = EXAMPLE_RECIPE if word == "recipe" else first
         return f", as in {word}={example}"
     if "run" in allowed_keys and (command in ("eval", "chat", "export") or Path(word).is_dir()):
         return f"; write run={word}"
-    recipe = word if "recipe" in allowed_keys and word in choice_files("recipe", folders) else None
+    recipe = word if "recipe" in allowed_keys and word in choice_files("recipe") else None
     return f"; write recipe={recipe}" if recipe else f"; {suggest_nearest(word, allowed_keys)}"
 
 

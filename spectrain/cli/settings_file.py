@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.choices import choice_files, conf_folders
+from spectrain.config.choices import choice_files
 from spectrain.config.command_only import find_command_only
 from spectrain.config.grouped import flatten_settings
 from spectrain.config.plain_files import read_yaml
@@ -108,7 +108,7 @@ def choice_words(group: str, value: str) -> list[str]:
     """Return the words for a group's choice; a target may be a model, and data a file."""
     if group == "target":
         return to_setting(group, value)
-    if group == "data" and value not in choice_files("data", conf_folders()):
+    if group == "data" and value not in choice_files("data"):
         return ["data=jsonl", f"data.path={quote_text(value)}"]
     return [f"{group}={value}"]
 

@@ -18,7 +18,6 @@ from spectrain.errors import UserError, suggest_nearest
 from .choices import (
     CommandSchema,
     choice_files,
-    conf_folders,
     find_choice,
     find_owners,
     load_yaml,
@@ -84,13 +83,14 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     declared types.
     """
     target = str(node["_target_"])
-    if find_choice(group, target) is None:
+    choice = find_choice(group, target)
+    if choice is None:
         raise UserError(
             f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE"
         )
     if not has_source(target):
         raise UserError(
-            f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where "
+            f"{group}={choice}: {target} is not found; PYTHONPATH says where "
             "the folder of its module lies"
         )
     settings = settings_by_name(target)
@@ -159,14 +159,13 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
     from hydra.errors import HydraException
 
     choices = select_choices(schema, words)
-    folders = conf_folders(words)
     parser = OverridesParser.create()
     for word in words:
         setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
         if setting is None:
             continue
         group, name, value = setting.groups()
-        path = choice_files(group, folders).get(choices.get(group, ""))
+        path = choice_files(group).get(choices.get(group, ""))
         target = schema.nodes.get(group) or (load_yaml(path).get("_target_") if path else None)
         if target is None or not list_keys(target) or (group, name) == ("drafter", "init"):
             continue

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,39 @@ def set_choice_folders(folders: Iterable[Path]) -> None:
     _named_folders[:] = [folder.resolve() for folder in folders]
 
 
-def list_folders() -> tuple[Path, ...]:
+def shipped_folders() -> tuple[Path, ...]:
+    """Return the folders of choices that need no flag: conf/ and those of installed packages."""
+    return (PACKAGE_ROOT / "conf", *list_conf_folders())
+
+
+def conf_folders() -> tuple[Path, ...]:
     """Return the folders of choices: conf/, those of installed packages, and those that the command
     names.
     """
-    return (PACKAGE_ROOT / "conf", *list_conf_folders(), *_named_folders)
+    return (*shipped_folders(), *_named_folders)
+
+
+def named_folders(words: Iterable[str]) -> list[Path]:
+    """Return the folders of choices that --config-dir names among the words of a command."""
+    words = list(words)
+    folders = list[Path]()
+    for flag in ("--config-dir", "-cd"):
+        if flag in words[:-1]:
+            folders.append(Path(words[words.index(flag) + 1]))
+        folders += [Path(word.partition("=")[2]) for word in words if word.startswith(f"{flag}=")]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def list_config_groups(folders: Iterable[Path]) -> set[str]:
+    """Return the names of the groups that these folders have."""
+    return {entry.name for folder in folders for entry in folder.iterdir() if entry.is_dir()}
 
 
 def list_constructors(group: str) -> dict[str, str]:
     """Return choice -> import path of its constructor, those of conf/ first; empty choices are
     left out.
     """
-    return _read_constructors(list_folders()).get(group, {})
+    return _read_constructors(conf_folders()).get(group, {})
 
 
 @cache
@@ -54,38 +74,19 @@ def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
     is a group too.
     """
     paths: dict[str, dict[str, str]] = {}
+
+    def add(group: str, name: str, node: Any) -> None:
+        if isinstance(node, dict) and "_target_" in node:
+            paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+
     for folder in folders:
-        nodes = [
-            (path.stem, group, node)
-            for path in sorted(folder.glob("*.yaml"))
-            for group, node in _load_mapping(path).items()
-        ]
-        for group in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
-            nodes += [
-                (name, group, _load_mapping(path))
-                for name, path in choice_files(group, [folder]).items()
-            ]
-        for name, group, node in nodes:
-            if (
-                isinstance(node, dict)
-                and "_target_" in node
-                and group not in ("recipe", "accelerate")
-            ):
-                paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
+        for path in sorted(folder.glob("*.yaml")):
+            for group, node in load_yaml(path).items():
+                add(group, path.stem, node)
+        for group in sorted(list_config_groups([folder]) - {"recipe", "accelerate"}):
+            for name, path in choice_files(group, [folder]).items():
+                add(group, name, load_yaml(path))
     return paths
-
-
-def _load_mapping(path: Path) -> dict[str, Any]:
-    content = load_yaml(path)
-    return content if isinstance(content, dict) else {}
-
-
-def load_constructor(group: str, name: str) -> Any:
-    """Import the constructor of a choice that ships with this package or an installed one."""
-    path = list_constructors(group).get(name)
-    assert path is not None, f"no {group}/{name}.yaml names a constructor"
-    module, _, constructor = path.rpartition(".")
-    return getattr(import_module(module), constructor)
 
 
 def find_choice(group: str, target: str) -> str | None:
@@ -99,7 +100,7 @@ def find_group(target: str) -> str:
     """Return the group that has a choice with this constructor; raise a UserError if no yaml
     names it.
     """
-    for group, paths in _read_constructors(list_folders()).items():
+    for group, paths in _read_constructors(conf_folders()).items():
         if target in paths.values():
             return group
     raise UserError(
@@ -130,23 +131,6 @@ class CommandSchema:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def conf_folders(words: Iterable[str] = ()) -> list[Path]:
-    """Return the folders of configurations: conf/, those of installed packages, and those that
-    --config-dir names among the words of a command."""
-    return [PACKAGE_ROOT / "conf", *list_conf_folders(), *named_folders(words)]
-
-
-def named_folders(words: Iterable[str]) -> list[Path]:
-    """Return the folders of configurations that --config-dir names among the words of a command."""
-    words = list(words)
-    folders = list[Path]()
-    for flag in ("--config-dir", "-cd"):
-        if flag in words[:-1]:
-            folders.append(Path(words[words.index(flag) + 1]))
-        folders += [Path(word.partition("=")[2]) for word in words if word.startswith(f"{flag}=")]
-    return [folder for folder in folders if folder.is_dir()]
-
-
 def check_encodings(folders: Iterable[Path]) -> None:
     """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not
     name.
@@ -158,10 +142,10 @@ def check_encodings(folders: Iterable[Path]) -> None:
             raise UserError(f"{path}: it is no text ({error.reason}); save it as UTF-8") from error
 
 
-def choice_files(group: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return every choice of a group: name -> file."""
+def choice_files(group: str, folders: Iterable[Path] | None = None) -> dict[str, Path]:
+    """Return every choice of a group in these folders, or in all: name -> file."""
     files = {}
-    for folder in folders:
+    for folder in conf_folders() if folders is None else folders:
         for path in (folder / group).rglob("*.yaml"):
             files[path.relative_to(folder / group).with_suffix("").as_posix()] = path
     return dict(sorted(files.items()))
@@ -178,8 +162,9 @@ def read_header(path: Path) -> str:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Load a yaml without resolving its references."""
-    return yaml.load(read_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    """Load the mapping in a yaml without resolving its references; anything else is empty."""
+    content = yaml.load(read_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return content if isinstance(content, dict) else {}
 
 
 def load_schema(config: str) -> CommandSchema:
@@ -238,12 +223,11 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
         if equals and group in schema.groups
     }
     choices = {
-        group: choice or find_default_choice(group, words)
-        for group, choice in schema.groups.items()
+        group: choice or find_default_choice(group) for group, choice in schema.groups.items()
     }
     choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
     recipe = (
-        choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", ""))
+        choice_files("recipe").get(overrides.get("recipe", ""))
         if "recipe" in schema.groups
         else None
     )
@@ -254,14 +238,10 @@ def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
     }
 
 
-def find_default_choice(group: str, words: Iterable[str]) -> str | None:
+def find_default_choice(group: str) -> str | None:
     """Return the choice of a group that a command takes whose own default is null: the only one
     that is not empty, or the one named default; None if there is neither."""
-    full = [
-        name
-        for name, path in choice_files(group, conf_folders(words)).items()
-        if load_yaml(path).get("_target_")
-    ]
+    full = [name for name, path in choice_files(group).items() if load_yaml(path).get("_target_")]
     return full[0] if len(full) == 1 else "default" if "default" in full else None
 
 
@@ -269,13 +249,12 @@ def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list
     """Return group -> settings, with the values that the choices and the recipe among these
     words set.
     """
-    folders = conf_folders(words)
     choices = select_choices(schema, words)
-    recipe = choice_files("recipe", folders).get(choices.get("recipe", ""))
+    recipe = choice_files("recipe").get(choices.get("recipe", ""))
     values = load_yaml(recipe) if recipe else {}
     result = {name: list_keys(target) for name, target in schema.nodes.items()}
     for group, choice in choices.items():
-        path = choice_files(group, folders).get(choice)
+        path = choice_files(group).get(choice)
         if path is None or group == "recipe" or not (node := load_yaml(path)).get("_target_"):
             continue
         given = values.get(group, {})
@@ -300,13 +279,12 @@ def find_values(node: Mapping[str, Any], key: SettingKey) -> list[Any]:
     return [node[key.name]] if key.name in node else inner
 
 
-def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
+def find_owners(group: str, name: str) -> list[str]:
     """Return the choices of a group that have a setting with this name."""
     if group == "recipe":
         return []
     nodes = {
-        choice: load_yaml(path).get("_target_")
-        for choice, path in choice_files(group, conf_folders(words)).items()
+        choice: load_yaml(path).get("_target_") for choice, path in choice_files(group).items()
     }
     return [
         choice

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -23,16 +23,11 @@ def read_entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return group -> entry points of all installed packages, in the order of their names. They
     are read once.
     """
-    groups: dict[str, dict[str, EntryPoint]] = {}
-    for distribution in distributions():
-        for entry in distribution.entry_points:
-            if entry.group.startswith(PREFIX):
-                # A package that is found twice, as in a checkout that is installed too, counts
-                # once.
-                groups.setdefault(entry.group, {}).setdefault(entry.value, entry)
+    installed = entry_points()
     return {
-        group: tuple(sorted(entries.values(), key=attrgetter("name", "value")))
-        for group, entries in groups.items()
+        group: tuple(sorted(installed.select(group=group), key=attrgetter("name", "value")))
+        for group in installed.groups
+        if group.startswith(PREFIX)
     }
 
 

@@ -20,8 +20,8 @@ from .build import GroupSpec, Layer, to_containers
 from .check import check_config
 from .choices import (
     choice_files,
+    conf_folders,
     list_constructors,
-    list_folders,
     load_schema,
     load_yaml,
     select_choices,
@@ -101,7 +101,7 @@ def find_layers(
     """Return the layers of a composed configuration, which no run has settings for."""
     of_file = find_named_keys(() if file is None else file.words)
     named = None if words is None else find_named_keys(words)
-    path = choice_files("recipe", list_folders()).get(recipe) if recipe else None
+    path = choice_files("recipe").get(recipe) if recipe else None
     values = flatten_groups(load_yaml(path)) if path is not None else {}
     changed = {
         group.removeprefix("override /") for entry in values.get("defaults", ()) for group in entry
@@ -186,7 +186,7 @@ def default_group(group: str) -> GroupSpec:
     default choice.
     """
     file = Path(group) / f"{load_schema('train').groups[group]}.yaml"
-    path = next((folder / file for folder in list_folders() if (folder / file).exists()), None)
+    path = next((folder / file for folder in conf_folders() if (folder / file).exists()), None)
     node = to_containers(OmegaConf.create(load_yaml(path))) if path is not None else {}
     node = flatten_settings(group, node)
     return GroupSpec.from_node(group, node, dict.fromkeys(map(setting_name, node), "config"))
@@ -196,6 +196,5 @@ def load_chosen(group: str, word: str) -> Any:
     """Import the constructor of a group that one word of a training chooses, as the drafter of
     recipe=eagle3.
     """
-    folders = [f"--config-dir={folder}" for folder in list_folders()]
-    choice = select_choices(load_schema("train"), [*folders, word])[group]
+    choice = select_choices(load_schema("train"), [word])[group]
     return GroupSpec(group, choice).load_constructor()

@@ -16,22 +16,10 @@ from . import values
 from .installed import list_entry_points, list_package_roots
 
 PACKAGE_ROOT = Path(__file__).parents[1]
-PLAIN_TYPES = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "list": list,
-    "tuple": tuple,
-    "dict": dict,
-    "Any": Any,
-}
-CONTAINER_TYPES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "dict": dict,
-    "Optional": typing.Optional,
-    "Union": typing.Union,
+# The names that annotations of settings may use beside those of types of settings.
+TYPE_NAMES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict)},
+    **{name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union")},
 }
 TOOL_COMMENT = re.compile(r"noqa|type: ignore|fmt:")  # comments for tools
 
@@ -345,40 +333,39 @@ def _format_default(value: Any) -> str:
     )
 
 
+class _AnnotationNames(dict[str, Any]):
+    """The names in the annotations of a module: types of settings, which their assignments give."""
+
+    def __init__(self, source: ParsedModule) -> None:
+        super().__init__(TYPE_NAMES)
+        self.source = source
+
+    def __missing__(self, name: str) -> Any:
+        definition = _find_definition(self.source.name, name)
+        if definition is None or not isinstance(definition[1], ast.Assign):
+            raise KeyError(name)
+        if definition[0].name == values.__name__:
+            return getattr(values, name)
+        hint = _resolve_hint(definition[0], definition[1].value)
+        if hint is None:
+            raise KeyError(name)
+        return hint
+
+
 def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
     """Return the type of an annotation without importing its module; None for the type of a
     runtime object.
     """
     if annotation is None:
         return Any
-    if isinstance(annotation, ast.Constant):
-        if isinstance(annotation.value, str):
-            return _resolve_hint(source, ast.parse(annotation.value, mode="eval").body)
-        # the dots of a tuple
-        return types.NoneType if annotation.value is None else annotation.value
-    if isinstance(annotation, ast.BinOp):
-        parts = [_resolve_hint(source, annotation.left), _resolve_hint(source, annotation.right)]
-        return None if None in parts else typing.Union[tuple(parts)]  # noqa: UP007  (of what is not known here)
-    name = ast.unparse(getattr(annotation, "value", annotation))
-    if isinstance(annotation, ast.Subscript):
-        inner = (
-            annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        )
-        if name == "Literal":
-            return typing.Literal[tuple(ast.literal_eval(element) for element in inner)]
-        kind = CONTAINER_TYPES.get(name)
-        parts = [_resolve_hint(source, element) for element in inner]
-        return None if kind is None or None in parts else kind[tuple(parts)]
-    if name in PLAIN_TYPES:
-        return PLAIN_TYPES[name]
-    definition = _find_definition(source.name, name)
-    if definition is None or not isinstance(definition[1], ast.Assign):
+    text = ast.unparse(annotation)
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        text = annotation.value
+    try:
+        return eval(text, {"__builtins__": {}}, _AnnotationNames(source))
+    # A name that is no type of settings, or an expression that is no type, as of an alias.
+    except (NameError, AttributeError, SyntaxError, TypeError):
         return None
-    return (
-        getattr(values, name)
-        if definition[0].name == values.__name__
-        else _resolve_hint(definition[0], definition[1].value)
-    )
 
 
 def list_choices(hint: Any) -> tuple[str, ...]:

@@ -409,18 +409,15 @@ class ChatTemplate:
         if reasoning is None and "</think>" in self.source:
             reasoning = "<think>"
             content = "</think>"
+        earlier = plain + to_thought + to_answer
         if to_call:
-            tool_calls = _new_tag(to_call, plain + to_thought + to_answer) or _remainder(
-                to_call, to_answer
-            )
+            tool_calls = _new_tag(to_call, earlier) or _remainder(to_call, to_answer)
         elif thought_to_call:
-            tool_calls = _new_tag(thought_to_call, plain + to_thought + to_answer) or _remainder(
-                thought_to_call, to_answer
-            )
+            tool_calls = _new_tag(thought_to_call, earlier)
+            tool_calls = tool_calls or _remainder(thought_to_call, to_answer)
         else:
-            bare = _text_between(
-                render_answer(tool_calls=[PROBE_CALL], content=None), QUESTION, TOOL
-            )
+            calling_alone = render_answer(tool_calls=[PROBE_CALL], content=None)
+            bare = _text_between(calling_alone, QUESTION, TOOL)
             tool_calls = _new_tag(bare, plain) or _remainder(bare, plain)
         return Markers(reasoning, content, tool_calls)
 

@@ -18,7 +18,6 @@ import numpy as np
 from spectrain.config.plain_files import read_json_object
 from spectrain.copying.suffixes import MAX_MATCH, TEXT_END, SuffixIndex
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
 from spectrain.kernels.dispatch import run_on_cpu
 
 ARRAY_DTYPES = {
@@ -154,19 +153,10 @@ def write_store(
     answers: Iterable[str],
     facts: dict[str, Any],
 ) -> int:
-    """Write a store atomically into a new folder and return the number of its tokens."""
-    with atomic_write(folder, folder=True, is_new=True) as scratch:
-        return write_store_files(scratch, texts, questions, answers, facts)
-
-
-def write_store_files(
-    folder: Path,
-    texts: Iterable[list[int]],
-    questions: Iterable[str],
-    answers: Iterable[str],
-    facts: dict[str, Any],
-) -> int:
-    """Write the files of a store into an empty folder and return the number of its tokens."""
+    """Write the files of a store into a folder and return the number of its tokens. Whoever calls
+    it writes the folder under another name and renames it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     tokens = np.fromiter((token for text in texts for token in (*text, TEXT_END)), dtype=np.int32)
     questions = list(questions)
     phrases = sorted(set().union(*map(hash_phrases, questions)))

@@ -13,7 +13,7 @@ from spectrain.provenance import collect_provenance
 
 from .chat import Example
 from .dataset import Dataset
-from .datastore import hash_vocabulary, write_store_files
+from .datastore import hash_vocabulary, write_store
 from .images import content_text
 from .messages import Conversation
 from .readers import ConversationReader
@@ -66,6 +66,4 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
         "tokenizer": hash_vocabulary(tokenizer),
         **collect_provenance(),
     }
-    return write_store_files(
-        folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts
-    )
+    return write_store(folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts)

@@ -4,7 +4,6 @@ name of their source.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -101,7 +100,7 @@ class MixReader(ConversationReader):
     def read_conversations(self) -> Iterator[Conversation]:
         for number, reader in enumerate(self.readers):
             reader.allows_unanswered = self.allows_unanswered
-            with locate_errors(number):
+            with locate_errors(f"data.sources[{number}]"):
                 conversations = reader.load_conversations()
             for conversation in conversations:
                 yield add_template_arguments(conversation, reader.template_kwargs or {})
@@ -121,18 +120,20 @@ class MixReader(ConversationReader):
         self.load_conversations()
         datasets = []
         for number, reader in enumerate(self.readers):
-            with locate_errors(number):
+            with locate_errors(f"data.sources[{number}]"):
                 datasets.append(reader.make_dataset(template, vision))
         return mix_datasets(datasets, self.weights, self.source_names)
 
 
 @contextmanager
-def locate_errors(number: int) -> Iterator[None]:
-    """Name the source in the errors of its reader."""
+def locate_errors(location: str) -> Iterator[None]:
+    """Name the source in the errors of its reader, in place of the group."""
     try:
         yield
     except UserError as error:
-        raise name_source(error, f"data.sources[{number}]") from error
+        text = str(error)
+        rest = text.removeprefix("data.")
+        raise UserError(f"{location}: {text}" if rest == text else f"{location}.{rest}") from error
 
 
 def add_template_arguments(
@@ -145,16 +146,6 @@ def add_template_arguments(
         return conversation
     return replace(
         conversation, template_arguments={**arguments, **conversation.template_arguments}
-    )
-
-
-def name_source(error: UserError, location: str) -> UserError:
-    """Return the error of a source's reader with the source in place of the group."""
-    text = str(error)
-    return UserError(
-        re.sub(r"^data\.", f"{location}.", text)
-        if text.startswith("data.")
-        else f"{location}: {text}"
     )
 
 
@@ -194,10 +185,8 @@ def build_reader(entry: Mapping[str, Any], location: str) -> ConversationReader:
             raise UserError(
                 f"{location}.{name}: it must be given, as in {{data: {choice}, {name}: VALUE}}"
             )
-    try:
+    with locate_errors(location):
         reader: ConversationReader = GroupSpec("data", choice, settings).build()
-    except UserError as error:
-        raise name_source(error, location) from error
     return reader
 
 

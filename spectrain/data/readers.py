@@ -8,7 +8,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from spectrain.config.values import Number, Share
 from spectrain.errors import UserError, first_line
 from spectrain.files import open_text
 
+from .chat import Example
 from .chat_template import ChatTemplate, Kind
 from .dataset import Dataset, HeldOutShare, is_too_short, make_examples, split_held_out
 from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
@@ -139,11 +140,17 @@ class ConversationReader(ABC):
         self.loaded_conversations = conversations
         return conversations
 
-    def parse_rows(self, rows: Iterable[FileRow], parse: Callable[[FileRow], Any]) -> Iterator[Any]:
-        """Yield what `parse` returns for each row; its UserError goes to `handle_row_error`."""
+    def parse_row(self, row: FileRow) -> Any:
+        """Return what a row holds: a conversation or, of some sources, a text or tokens."""
+        return parse_conversation(
+            row.content, row.location, self.allows_unanswered, row.folder, self.unread
+        )
+
+    def parse_rows(self, rows: Iterable[FileRow]) -> Iterator[Any]:
+        """Yield what each row holds; its UserError goes to `handle_row_error`."""
         for row in rows:
             try:
-                conversation = parse(row)
+                conversation = self.parse_row(row)
             except UserError as error:
                 self.handle_row_error(error)
                 continue
@@ -212,11 +219,7 @@ class ConversationReader(ABC):
             raise UserError(
                 f"data.min_length={self.min_length}: every conversation is shorter; lower it"
             )
-        examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
-        if not examples and held_out:
-            raise UserError(
-                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
-            )
+        examples, held_out = self.split_examples([group for group, _, _ in tokenized])
         if not examples:
             raise UserError(
                 f"data.max_length={self.max_length}: it cuts off every answer; raise it"
@@ -231,6 +234,19 @@ class ConversationReader(ABC):
             extra_texts=partial(self.extra_texts, template.tokenizer),
             unread=unread,
         )
+
+    def split_examples(
+        self, conversations: list[list[Example]]
+    ) -> tuple[list[Example], list[Example]]:
+        """Split the examples into those to train on and those held out; raise a UserError where all
+        are held out.
+        """
+        examples, apart = split_held_out(conversations, self.held_out)
+        if not examples and apart:
+            raise UserError(
+                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
+            )
+        return examples, apart
 
 
 @dataclass(frozen=True)
@@ -309,6 +325,9 @@ class FileReader(ConversationReader):
     def num_bytes(self) -> float:
         return float(sum(path.stat().st_size for path in list_files(self.path)))
 
+    def read_conversations(self) -> Iterator[Any]:
+        yield from self.parse_rows(read_rows(self.path, self.handle_row_error))
+
     def count_conversations(self) -> int | None:
         folder = Path(self.path).expanduser()
         files = [] if (folder / "dataset_info.json").is_file() else list_files(self.path)
@@ -328,14 +347,6 @@ class JsonlReader(FileReader):
     A directory of regenerated conversations is read if all of its shards are complete and
     unchanged.
     """
-
-    def read_conversations(self) -> Iterator[Conversation]:
-        def parse(row: FileRow) -> Conversation:
-            return parse_conversation(
-                row.content, row.location, self.allows_unanswered, row.folder, self.unread
-            )
-
-        yield from self.parse_rows(read_rows(self.path, self.handle_row_error), parse)
 
 
 @dataclass
@@ -371,14 +382,8 @@ class HubReader(ConversationReader):
                 f"data.path={self.path}: datasets could not load it ({first_line(error)}); check "
                 "name, split and subset"
             ) from error
-        located = (
-            FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows)
-        )
         yield from self.parse_rows(
-            located,
-            lambda row: parse_conversation(
-                row.content, row.location, self.allows_unanswered, unread=self.unread
-            ),
+            FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows)
         )
 
 

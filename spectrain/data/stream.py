@@ -11,7 +11,6 @@ windows are open at a time, which mixes their rows.
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections import Counter
@@ -35,12 +34,11 @@ from .dataset import (
     group_by_length,
     is_too_short,
     make_examples,
-    split_held_out,
 )
 from .files import parse_line
 from .image_processor import ImageProcessor
 from .messages import Conversation, drop_nulls, parse_conversation
-from .readers import ConversationReader
+from .readers import HubReader
 from .text import parse_document
 from .tokens import check_vocabulary, parse_tokens
 
@@ -53,7 +51,7 @@ MAX_EMPTY_WINDOWS = 64
 
 
 @dataclass
-class StreamReader(ConversationReader):
+class StreamReader(HubReader):
     """Any data set that `datasets` can stream: a name on the hub, a directory, or .jsonl, .jsonl.gz
     or .parquet files, by path or pattern.
 
@@ -64,10 +62,6 @@ class StreamReader(ConversationReader):
     # Name of a data set on the Hugging Face hub, a directory, or a file or pattern of .jsonl,
     # .jsonl.gz or .parquet files.
     path: str
-    # Split of the data set.
-    split: str = "train"
-    # Subset (configuration) of the data set; null uses its default.
-    subset: str | None = None
     # Number of shards whose windows are read in turn; use a multiple of the number of processes.
     shards: int = 16
     # Number of conversations that are shuffled and batched together.
@@ -90,13 +84,6 @@ class StreamReader(ConversationReader):
         self.reads_lines = True
         # The reason for the first skipped row.
         self.first_skip_reason = ""
-
-    @property
-    def name(self) -> str:
-        return self.path
-
-    def num_bytes(self) -> float:
-        return math.inf
 
     def limit_lines(self) -> list[str]:
         return (
@@ -236,13 +223,7 @@ class StreamReader(ConversationReader):
         template = self.apply_arguments(template)
         results = [self.try_tokenize(template, conversation) for conversation in conversations]
         usable = [result for result in results if result is not None]
-        examples, apart = split_held_out(
-            [row_examples for row_examples, _, _ in usable], self.held_out
-        )
-        if not examples and apart:
-            raise UserError(
-                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
-            )
+        examples, apart = self.split_examples([row_examples for row_examples, _, _ in usable])
         if not examples:
             reason = (
                 self.first_skip_reason or f"data.max_length={self.max_length} cuts off every answer"

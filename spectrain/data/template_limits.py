@@ -373,9 +373,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             for name, function in sandbox.tests.items()
         }
 
-    @staticmethod
-    def check_value(value: Any) -> Any:
-        return check_value(value)
+    check_value = staticmethod(check_value)
+    # What a loop iterates over, with a step for each iteration.
+    count_steps = _CountedLoop
 
     @staticmethod
     def check_slice(value: Any) -> Any:
@@ -388,11 +388,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Return the parts of a text unchanged, after a check of their size together."""
         _budget.check_size(sum(map(measure, parts)))
         return parts
-
-    @staticmethod
-    def count_steps(values: Any) -> Any:
-        """Return what a loop iterates over, with a step for each iteration."""
-        return _CountedLoop(values)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from spectrain.config.values import Share
 from spectrain.errors import UserError
 from spectrain.files import read_text
 
-from .files import LINE_SUFFIXES, TABLE_FORMATS, read_rows
+from .files import LINE_SUFFIXES, TABLE_FORMATS, FileRow
 from .messages import Conversation, check_text
 from .readers import FileReader
 
@@ -60,7 +60,7 @@ class TextReader(FileReader):
     def read_conversations(self) -> Iterator[Conversation]:
         folder = self.text_folder
         for number, document in enumerate(
-            self._read_rows() if folder is None else self._read_folder(folder)
+            super().read_conversations() if folder is None else self._read_folder(folder)
         ):
             if (
                 self.infill
@@ -107,14 +107,8 @@ class TextReader(FileReader):
                 continue
             yield Conversation([], text=text, origin=str(path))
 
-    def _read_rows(self) -> Iterator[Conversation]:
-        rows = read_rows(self.path, self.handle_row_error)
-        yield from self.parse_rows(
-            rows,
-            lambda row: parse_document(
-                row.content, row.location, self.column, self.allows_unanswered
-            ),
-        )
+    def parse_row(self, row: FileRow) -> Conversation:
+        return parse_document(row.content, row.location, self.column, self.allows_unanswered)
 
 
 def has_data_files(folder: Path) -> bool:

@@ -5,7 +5,6 @@ speculators prepared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from spectrain.errors import UserError
 from .chat import Example
 from .chat_template import ChatTemplate
 from .dataset import Dataset
-from .files import read_rows
+from .files import FileRow
 from .image_processor import ImageProcessor
 from .readers import FileReader
 
@@ -30,11 +29,8 @@ class TokensReader(FileReader):
     row.
     """
 
-    def read_conversations(self) -> Iterator[Any]:
-        rows = read_rows(self.path, self.handle_row_error)
-        yield from self.parse_rows(
-            rows, lambda row: parse_tokens(row.content, row.location, self.unread)
-        )
+    def parse_row(self, row: FileRow) -> Example:
+        return parse_tokens(row.content, row.location, self.unread)
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         size = template.vocab_size

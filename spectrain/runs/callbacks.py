@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain.training.metrics import Rows, RunKind, Tracker
+from spectrain.training.metrics import Tracker
 
 
 class Callback:
@@ -33,16 +33,11 @@ class Callback:
 
 
 class CallbackTracker(Tracker):
-    """A tracker that also calls callbacks."""
+    """A tracker of the steps of a training: it passes them on to another one and to callbacks."""
 
-    def __init__(self, tracker: Tracker | None, callbacks: Sequence[Callback]) -> None:
-        self.tracker = tracker or Tracker()
+    def __init__(self, tracker: Tracker, callbacks: Sequence[Callback]) -> None:
+        self.tracker = tracker
         self.callbacks = callbacks
-
-    def start_run(
-        self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
-    ) -> None:
-        self.tracker.start_run(run, config, kind, step)
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.tracker.log_metrics(metrics, step)
@@ -53,22 +48,10 @@ class CallbackTracker(Tracker):
                 if measures is not None:
                     callback.on_validation(validated, measures)
 
-    def log_evaluation(self, summary: dict[str, Any], rows: Rows, folder: Path) -> None:
-        self.tracker.log_evaluation(summary, rows, folder)
-
-    def log_comparison(self, comparison: dict[str, Any], rows: Rows, folder: Path) -> None:
-        self.tracker.log_comparison(comparison, rows, folder)
-
     def log_checkpoint(self, path: Path, step: int) -> None:
         self.tracker.log_checkpoint(path, step)
         for callback in self.callbacks:
             callback.on_checkpoint(step, path)
-
-    def log_drafter(self, path: Path) -> None:
-        self.tracker.log_drafter(path)
-
-    def finish_run(self, failed: bool = False) -> None:
-        self.tracker.finish_run(failed)
 
     def record_step(self, step: int) -> None:
         """Report a finished step."""

@@ -138,9 +138,7 @@ def build_without_weights(
     """Return target and drafter on torch's device "meta": only the target's configuration is read,
     unless `target` is given. `device` is where they are to run."""
     target = target or build_target_without_weights(spec, device)
-    with warnings.catch_warnings(), torch.device("meta"):
-        # A training prints them.
-        warnings.simplefilter("ignore")
+    with on_meta_device():
         drafter: Drafter = spec.drafter.build(target=target)
     return target, drafter
 
@@ -156,11 +154,17 @@ def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
             f"target={spec.target.choice}: it is built with its weights alone, and none are read "
             "here; name a target of transformers, as in target=hf target.model=DIR"
         )
-    with warnings.catch_warnings(), torch.device("meta"):
-        # A training prints them.
-        warnings.simplefilter("ignore")
+    with on_meta_device():
         target: Target = spec.target.build(network=build_meta_network, device=device)
     return target
+
+
+@contextmanager
+def on_meta_device() -> Iterator[None]:
+    """Build without weights, and without the warnings that a training prints."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _find_inner_directory(key: str, value: str) -> Path:
@@ -202,13 +206,15 @@ def refuse_other_target(
     than the requested one.
     """
     made_for = load_description(directory, None).target
-    is_known = bool(made_for) and bool(requested)
-    if not is_known or name_choice(made_for) == name_choice(requested):
+    if not made_for or not requested:
         return
-    raise UserError(
-        f"run={run}: its drafter is for {name_choice(made_for)}, and {target.name} is another "
-        f"model; leave out {name_choice(requested)}, or train a drafter for it"
-    ) from error
+    words = name_choice(requested)
+    words_of_drafter = name_choice(made_for)
+    if words != words_of_drafter:
+        raise UserError(
+            f"run={run}: its drafter is for {words_of_drafter}, and {target.name} is another "
+            f"model; leave out {words}, or train a drafter for it"
+        ) from error
 
 
 def name_choice(target: GroupSpec) -> str:
@@ -315,15 +321,16 @@ def read_described(description: Mapping[str, Any]) -> RunSpec:
     return replace(spec, recipe_name=description.get("recipe"))
 
 
-def load_training_facts(run: Path) -> dict[str, Any] | None:
-    """Return the cost of a drafter's training: steps, tokens, seconds and trained parameters;
-    None if it is not recorded.
+def load_facts(run: Path, name: str) -> dict[str, Any] | None:
+    """Return what a drafter's config.json records by a name: `training`, with its steps, tokens,
+    seconds and trained parameters, or `chat_template`, with its hash and arguments; None if it is
+    not recorded.
     """
     directory = find_drafter_directory(run)
     if directory is None or not is_native(directory):
         return None
-    facts: dict[str, Any] | None = read_json_object(directory / "config.json").get("training")
-    return facts
+    facts = read_json_object(directory / "config.json").get(name)
+    return facts if isinstance(facts, dict) else None
 
 
 # At the start of training
@@ -392,28 +399,27 @@ def is_trainable(drafter: Drafter) -> bool:
 def apply_init_shape(spec: RunSpec) -> RunSpec:
     """With drafter.init, return the spec with the settings that its weights determine; a
     conflicting override raises a UserError."""
-    if not spec.drafter.get("init"):
+    drafter = spec.drafter
+    init = drafter.get("init")
+    if not init:
         return spec
-    directory = require_drafter_directory("drafter.init", spec.drafter.get("init"))
+    directory = require_drafter_directory("drafter.init", init)
     saved = load_description(directory, spec.target).drafter
-    if saved.choice != spec.drafter.choice:
+    if saved.choice != drafter.choice:
         raise UserError(
             f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of "
             "that family"
         )
     files = saved.load_constructor().saved
-    drafter = spec.drafter
     for key in files.shape:
         value = saved.get(key)
-        if spec.drafter.find_layer(key) == "command" and drafter.get(key) != value:
-            value = adjust_setting(key, drafter.get(key), value, files.adjustable, directory)
-            drafter = drafter.with_settings(**{key: value})
-        else:
-            drafter = (
-                drafter.with_settings(**{key: value})
-                if key in saved.settings
-                else drafter.drop_setting(key)
-            )
+        requested = drafter.get(key)
+        if drafter.find_layer(key) == "command" and requested != value:
+            value = adjust_setting(key, requested, value, files.adjustable, directory)
+        elif key not in saved.settings:
+            drafter = drafter.drop_setting(key)
+            continue
+        drafter = drafter.with_settings(**{key: value})
     return replace(spec, drafter=drafter)
 
 

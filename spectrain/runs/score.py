@@ -1,7 +1,8 @@
 """Scoring of a drafter, in its run folder or next to its directory."""
 
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
-from .drafters import init_drafter, is_shipped, load_drafter, load_training_facts, save_drafter
+from .drafters import init_drafter, is_shipped, load_drafter, load_facts, save_drafter
 from .folder import (
     archive_earlier,
     find_drafter_directory,
@@ -68,15 +69,14 @@ def evaluate(
         with spec.data.without_downloads():
             dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
-    if state.is_main_process:
-        with (
-            nullcontext(tracker)
-            if tracker is not None
-            else track_run(own, run, spec.to_nodes(), "eval") as tracker
-        ):
-            return score(spec, run, target, drafter, evaluation, dataset, tracker)
-    with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
-        return score(spec, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))
+    scoring = RunScoring(spec, run, target, drafter, evaluation, dataset)
+    if not state.is_main_process:
+        with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
+            return scoring.score(Tracker(), Path(scratch))
+    if tracker is not None:
+        return scoring.score(tracker)
+    with track_run(own, run, spec.to_nodes(), "eval") as own_tracker:
+        return scoring.score(own_tracker)
 
 
 def load_target(spec: RunSpec, run: Path) -> Target:
@@ -95,33 +95,74 @@ def load_target(spec: RunSpec, run: Path) -> Target:
     return target
 
 
-def score(
-    spec: RunSpec,
-    run: Path,
-    target: Target,
-    drafter: Drafter,
-    evaluation: Any,
-    dataset: Dataset | None,
-    tracker: Tracker,
-    output_folder: Path | None = None,
-) -> dict[str, Any]:
-    """Run an evaluation and write its results below the run folder, or below `output_folder`."""
-    folder = (output_folder or find_results_folder(run)) / "eval" / evaluation.name
-    trained_with = load_template_facts(run)
-    if trained_with is not None and trained_with != target.template.facts():
-        print(
-            f"chat template: the drafter was trained with {describe_template(trained_with)}, and "
-            f"is scored with {describe_template(target.template.facts())}"
+@dataclass
+class RunScoring:
+    """A drafter to score, and what its run knows about it."""
+
+    spec: RunSpec
+    # The run folder or the drafter directory.
+    run: Path
+    target: Target
+    drafter: Drafter
+    evaluation: Any
+    # The data of the training; None where it is not read.
+    dataset: Dataset | None
+
+    def score(self, tracker: Tracker, output_folder: Path | None = None) -> dict[str, Any]:
+        """Run the evaluation and write its results below the run folder, or below
+        `output_folder`.
+        """
+        folder = (output_folder or find_results_folder(self.run)) / "eval" / self.evaluation.name
+        trained_with = load_facts(self.run, "chat_template")
+        scored_with = self.target.template.facts()
+        if trained_with is not None and trained_with != scored_with:
+            print(
+                f"chat template: the drafter was trained with {describe_template(trained_with)}, "
+                f"and is scored with {describe_template(scored_with)}"
+            )
+        with self.spec.eval.without_downloads():
+            summary = write_score(
+                folder,
+                lambda scratch: self.evaluation.score(self.make_candidate(scratch), scratch),
+            )
+        tracker.log_evaluation(summary, self.evaluation.tabulate(summary), folder)
+        return summary
+
+    def make_candidate(self, folder: Path) -> Candidate:
+        """Return the candidate, with everything that the run knows about it; a drafter that learns
+        while it is scored is saved into `folder`.
+        """
+        spec = self.spec
+        path = self.run / "config.yaml"
+        began = RunSpec.load(path) if path.exists() else spec
+        training = self.drafter.capabilities.target_training
+        trainable = self.dataset is not None and has_weights(self.drafter) and not training
+        # The saved settings no longer describe the initial drafter.
+        trainable = trainable and (began is not spec or not self.drafter.saved.settings)
+
+        def make_untrained() -> Drafter:
+            assert self.dataset is not None
+            return init_drafter(began, self.target, self.dataset)
+
+        def make_start() -> Drafter:
+            start = make_untrained()
+            load_start(self.run, start)
+            return start
+
+        has_start = trainable and start_weights_path(self.run).exists()
+        changed_target = training and find_trained_target(self.run) is not None
+        return Candidate(
+            self.target,
+            self.drafter,
+            spec.tree.build(),
+            spec.acceptance.build(),
+            describe_run(spec, self.run, self.target, self.drafter),
+            make_untrained=make_untrained if trainable else None,
+            load_original=spec.target.build if changed_target else None,
+            open_store=lambda: open_answer_store(spec, self.run, self.target, self.dataset),
+            save_learned=lambda learnt: save_drafter(folder / "drafter", learnt, spec),
+            make_start=make_start if has_start else None,
         )
-    with spec.eval.without_downloads():
-        summary = write_score(
-            folder,
-            lambda scratch: evaluation.score(
-                make_candidate(spec, run, target, drafter, dataset, scratch), scratch
-            ),
-        )
-    tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
-    return summary
 
 
 def write_score(folder: Path, measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -136,62 +177,11 @@ def write_score(folder: Path, measure: Callable[[Path], dict[str, Any]]) -> dict
     return summary
 
 
-def load_template_facts(run: Path) -> dict[str, Any] | None:
-    """Return the hash and the arguments of the chat template that a run was trained with; None
-    where it does not say.
-    """
-    directory = find_drafter_directory(run)
-    facts = (
-        None
-        if directory is None
-        else read_json_object(directory / "config.json").get("chat_template")
-    )
-    return facts if isinstance(facts, dict) else None
-
-
 def describe_template(facts: dict[str, Any]) -> str:
     """Format the hash of a chat template, the date that it prints, and its arguments."""
     arguments = ", ".join(f"{key}={value}" for key, value in facts["arguments"].items())
     date = f", dated {facts['date']}," if "date" in facts else ""
     return f"template {facts['sha256']}{date} and {arguments or 'no arguments'}"
-
-
-def make_candidate(
-    spec: RunSpec,
-    run: Path,
-    target: Target,
-    drafter: Drafter,
-    dataset: Dataset | None,
-    folder: Path,
-) -> Candidate:
-    """Return the candidate to score, with everything that the run knows about it."""
-    trained = find_trained_target(run)
-    training = drafter.capabilities.target_training
-    began = RunSpec.load(run / "config.yaml") if (run / "config.yaml").exists() else spec
-    trainable = dataset is not None and has_weights(drafter) and not training
-    # The saved settings no longer describe the initial drafter.
-    trainable = trainable and (began is not spec or not drafter.saved.settings)
-
-    def make_start() -> Drafter:
-        assert dataset is not None
-        start = init_drafter(began, target, dataset)
-        load_start(run, start)
-        return start
-
-    return Candidate(
-        target,
-        drafter,
-        spec.tree.build(),
-        spec.acceptance.build(),
-        describe_run(spec, run, target, drafter),
-        (lambda: init_drafter(began, target, dataset))
-        if dataset is not None and trainable
-        else None,
-        (spec.target.build) if training and trained is not None else None,
-        lambda: open_answer_store(spec, run, target, dataset),
-        lambda learnt: save_drafter(folder / "drafter", learnt, spec),
-        make_start=make_start if trainable and start_weights_path(run).exists() else None,
-    )
 
 
 def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> dict[str, Any]:
@@ -205,7 +195,7 @@ def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> 
         "drafter": spec.drafter.save(),
         "acceptance": spec.acceptance.save(),
         "trained": find_drafter_directory(run) is not None or is_shipped(spec.drafter),
-        "training": load_training_facts(run),
+        "training": load_facts(run, "training"),
         "dtype": str(target.dtype).removeprefix("torch."),
         "chat_template": target.template.facts(),
         "device": torch.cuda.get_device_name()

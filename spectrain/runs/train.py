@@ -37,14 +37,13 @@ from .callbacks import Callback, CallbackTracker
 from .drafters import apply_init_shape, init_drafter, save_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
-from .score import evaluate, score
+from .score import RunScoring, evaluate
 
 
 @dataclass
 class TrainingInputs:
     """Everything that a training run reads before it writes anything."""
 
-    trainer: Trainer
     target: Target
     dataset: Dataset
     drafter: Drafter
@@ -54,18 +53,6 @@ class TrainingInputs:
     facts: InputFacts
     # Lines that describe the data and the source.
     report_lines: list[str]
-
-
-@dataclass
-class TrainedRun:
-    """A run folder with a trained drafter."""
-
-    folder: Path
-    accelerator: Any
-    # What training used and returned; None where an earlier command trained the drafter.
-    inputs: TrainingInputs | None = None
-    result: TrainingResult | None = None
-    tracker: Tracker | None = None
 
 
 def train_and_score(
@@ -80,66 +67,62 @@ def train_and_score(
     training.
     """
     spec = apply_init_shape(spec).with_default_tree()
+    trainer = Trainer.from_spec(spec)
+    accelerator = trainer.make_accelerator()
     with ExitStack() as stack:
-        trained = train(spec, stack, target, dataset, callbacks)
-        if trained.inputs is None:
-            score_finished(spec, trained)
-        elif trained.inputs.evaluation is not None:
-            score_trained(spec, trained)
+        run = claim_run(spec, accelerator, stack)
+        if (run / "drafter" / "config.json").exists():
+            score_finished(spec, run, accelerator.is_main_process)
+        else:
+            train(spec, run, trainer, accelerator, target, dataset, callbacks)
     disconnect_processes()
-    return trained.folder
+    return run
 
 
 def train(
     spec: RunSpec,
-    stack: ExitStack,
+    run: Path,
+    trainer: Trainer,
+    accelerator: Any,
     target: Target | None,
     dataset: Dataset | None,
     callbacks: Sequence[Callback] = (),
-) -> TrainedRun:
-    """Train the drafter unless the run folder holds it already. All input is read before anything
-    is written.
-
-    The tracker stays open until the caller closes `stack`, so that it logs the score too.
+) -> None:
+    """Train the drafter in its run folder and score it. All input is read before anything is
+    written.
     """
-    trainer = Trainer.from_spec(spec)
-    accelerator = trainer.make_accelerator()
-    run = claim_run(spec, accelerator, stack)
-    if (run / "drafter" / "config.json").exists():
-        if accelerator.is_main_process and (run / "config.yaml").exists():
-            check_settings(run, spec)
-        return TrainedRun(run, accelerator)
     is_main = accelerator.is_main_process
     tracker: Tracker | None = spec.tracker.build() if is_main else None
-    called = CallbackTracker(tracker, callbacks) if callbacks and is_main else None
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
-    if accelerator.is_main_process:
+    if is_main:
         open_run(run, spec, inputs.facts, checkpoint)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    tracker = stack.enter_context(track_run(called or tracker, run, spec.to_nodes(), step=step))
-    try:
-        result = trainer.fit(
-            inputs.drafter,
-            inputs.target,
-            inputs.dataset,
-            inputs.source,
-            run,
-            tracker,
-            None if called is None else called.record_step,
-        )
-    finally:
-        message = inputs.source.close()
-        if message is not None and accelerator.is_main_process:
-            print(message, flush=True)
-    if accelerator.is_main_process:
-        if result.gain is not None:
-            print(f"{run}: {result.gain.describe()}", flush=True)
-        save_trained(inputs, spec, run, result)
-        tracker.log_drafter(run / "drafter")
-    return TrainedRun(run, accelerator, inputs, result, tracker)
+    with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
+        steps = CallbackTracker(run_tracker, callbacks if is_main else ())
+        try:
+            result = trainer.fit(
+                inputs.drafter,
+                inputs.target,
+                inputs.dataset,
+                inputs.source,
+                run,
+                steps,
+                steps.record_step,
+            )
+        finally:
+            message = inputs.source.close()
+            if message is not None and is_main:
+                print(message, flush=True)
+        if is_main:
+            if result.gain is not None:
+                print(f"{run}: {result.gain.describe()}", flush=True)
+            save_trained(inputs, spec, run, result)
+            run_tracker.log_drafter(run / "drafter")
+        if inputs.evaluation is not None:
+            score_trained(spec, run, inputs, result.is_reusable, accelerator, run_tracker)
 
 
 def load_inputs(
@@ -185,9 +168,7 @@ def load_inputs(
         )
     facts = collect_facts(spec, target, weights, dataset, source)
     target.pack_weights()
-    return TrainingInputs(
-        trainer, target, dataset, drafter, source, evaluation, facts, report_lines
-    )
+    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
 
 
 def make_source(spec: RunSpec) -> Source:
@@ -212,8 +193,8 @@ def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
     """Return the run folder, the same on every process; the first process holds its lock until
     `stack` is closed.
     """
-    if spec.run is None and spec.trainer.get("resume") is not None:
-        resume = spec.trainer.get("resume")
+    resume = spec.trainer.get("resume")
+    if spec.run is None and resume is not None:
         raise UserError(
             f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME"
         )
@@ -312,40 +293,42 @@ def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: Train
     )
 
 
-def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
+def score_trained(
+    spec: RunSpec,
+    run: Path,
+    inputs: TrainingInputs,
+    is_reusable: bool,
+    accelerator: Any,
+    tracker: Tracker,
+) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
-    inputs = trained.inputs
-    result = trained.result
-    run = trained.folder
-    tracker = trained.tracker
-    assert inputs is not None and result is not None and tracker is not None
-    is_unsharded = inputs.target.sharding == "none"
-    if not is_unsharded:
+    target = inputs.target
+    if target.sharding != "none":
         # Every process loads the saved drafter.
-        trained.accelerator.wait_for_everyone()
-    if result.is_reusable and is_unsharded and trained.accelerator.is_main_process:
-        score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
-    elif not result.is_reusable or not is_unsharded:
-        evaluate(
-            spec,
-            run,
-            None if inputs.drafter.capabilities.target_training else inputs.target,
-            tracker,
-        )
+        accelerator.wait_for_everyone()
+    elif is_reusable:
+        if accelerator.is_main_process:
+            scoring = RunScoring(
+                spec, run, target, inputs.drafter, inputs.evaluation, inputs.dataset
+            )
+            scoring.score(tracker)
+        return
+    trained = inputs.drafter.capabilities.target_training
+    evaluate(spec, run, None if trained else target, tracker)
 
 
-def score_finished(spec: RunSpec, trained: TrainedRun) -> None:
+def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
     """Score the drafter of a finished run if it has no score yet; otherwise print where the
     results are.
     """
-    run = trained.folder
+    if is_main and (run / "config.yaml").exists():
+        check_settings(run, spec)
     if not spec.eval:
         print(f"{run} is finished: its drafter is in {run / 'drafter'}")
     elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
         print(f"{run} is finished and scored: see {run / 'eval'}")
     else:
-        tracker = spec.tracker.build() if trained.accelerator.is_main_process else None
-        with track_run(
-            tracker, run, spec.to_nodes(), step=read_last_step(run / "metrics.jsonl")
-        ) as tracker:
-            evaluate(spec, run, tracker=tracker)
+        tracker = spec.tracker.build() if is_main else None
+        step = read_last_step(run / "metrics.jsonl")
+        with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
+            evaluate(spec, run, tracker=run_tracker)

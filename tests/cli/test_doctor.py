@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.cli import doctor, kernel_trials
+from spectrain.cli import doctor
 from spectrain.cli import main as cli
-from spectrain.kernels import dispatch
+from spectrain.kernels import dispatch, trials
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
@@ -108,14 +108,14 @@ def fill_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel_trials.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
+    monkeypatch.setitem(trials.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
 
 
 def fail_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> float:
         raise RuntimeError("no C compiler\nlong story")
 
-    monkeypatch.setitem(kernel_trials.KERNEL_TRIALS, "tree verification", fail)
+    monkeypatch.setitem(trials.KERNEL_TRIALS, "tree verification", fail)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,12 @@ def test_without_torch_it_still_tells(
     assert status == 1 and 'pip install "torch' in shown
 
 
-@pytest.mark.parametrize("name", kernel_trials.KERNEL_TRIALS)
+@pytest.mark.parametrize("name", trials.KERNEL_TRIALS)
 def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted or compiled, each operation equals its reference on the tiny input."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert (
-        kernel_trials.KERNEL_TRIALS[name](torch.device(device)) <= kernel_trials.TOLERANCE[device]
-    )
+    assert trials.KERNEL_TRIALS[name](torch.device(device)) <= trials.TOLERANCE[device]
 
 
 def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +186,7 @@ def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             return func(*args, **(kwargs or {}))
 
     with OperationRecorder():
-        for trial in kernel_trials.KERNEL_TRIALS.values():
+        for trial in trials.KERNEL_TRIALS.values():
             trial(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert operations <= launched and len(operations) >= 8, operations - launched
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from spectrain.cli import help
 from spectrain.cli import main as cli
-from spectrain.cli.overrides import allow_new_keys, check_words, list_config_groups, to_settings
+from spectrain.cli.overrides import check_words, to_settings, write_overrides
 from spectrain.config.check import check_config
 from spectrain.config.choices import (
     choice_files,
@@ -89,8 +89,7 @@ def test_every_example_composes(name: str, words: str, run_folder: Path) -> None
     rest = [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
     check_words(name, to_settings(name, shlex.split(words)))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
-    groups = list_config_groups(rest)
-    composed = compose(config, overrides=[allow_new_keys(word, groups) for word in rest])
+    composed = compose(config, overrides=write_overrides(rest))
     if name in ("eval", "chat"):
         OmegaConf.set_struct(composed, False)
         composed.pop("chat", None)

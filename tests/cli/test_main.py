@@ -14,8 +14,14 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
-from spectrain.cli.overrides import allow_new_keys, list_config_groups, to_settings
+from spectrain.cli.overrides import to_settings, write_overrides
 from spectrain.config.check import check_config
+from spectrain.config.choices import (
+    conf_folders,
+    list_config_groups,
+    named_folders,
+    set_choice_folders,
+)
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
@@ -346,7 +352,7 @@ def test_usage_lists_the_commands(
 )
 def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
     """Single keys are added where they are missing; group choices and flags are left to hydra."""
-    assert allow_new_keys(argument, {"target", "recipe"}) == expected
+    assert write_overrides([argument]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -381,10 +387,14 @@ def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
     """A group of an outside folder is a choice as well."""
     (tmp_path / "mine" / "flavour").mkdir(parents=True)
-    ours = list_config_groups([])
+    ours = list_config_groups(conf_folders())
     assert {"target", "drafter", "recipe", "data", "eval", "tree"} <= ours
     for flag in ("--config-dir", "-cd"):
-        assert list_config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
+        try:
+            set_choice_folders(named_folders([flag, str(tmp_path / "mine")]))
+            assert list_config_groups(conf_folders()) == ours | {"flavour"}
+        finally:
+            set_choice_folders([])
 
 
 @pytest.mark.parametrize("text, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])

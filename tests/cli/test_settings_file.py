@@ -8,7 +8,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.cli.overrides import write_overrides
 from spectrain.cli.print_config import format_settings
 from spectrain.cli.settings_file import split_settings_file
 from spectrain.config.build import register_resolvers
@@ -39,11 +39,10 @@ def read_spec(*words: str) -> RunSpec:
     file, own = split_settings_file("train", ["my.yaml", *words])
     assert file is not None
     every = [*file.words, *own]
-    groups = list_config_groups([])
     GlobalHydra.instance().clear()
     register_resolvers()
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        composed = compose("train", overrides=[allow_new_keys(word, groups) for word in every])
+        composed = compose("train", overrides=write_overrides(every))
     return read_run(composed, (), every, "eagle3", file=file)[0]
 
 

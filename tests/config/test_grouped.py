@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spectrain.cli.interface import compose_config, hydra_context
+from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.cli.overrides import to_settings
 from spectrain.cli.print_config import format_settings
 from spectrain.cli.settings_file import read_settings
@@ -88,8 +88,7 @@ def compose_training(words: list[str]) -> RunSpec:
     """Compose a training of these words as the command line does."""
     settings = dict(word.split("=", 1) for word in to_settings("train", words))
     with hydra_context():
-        config, own = compose_config("train", settings)
-        return RunSpec.from_config(config, own)
+        return compose_spec(settings)
 
 
 def test_words_with_and_without_parts_make_the_same_run() -> None:

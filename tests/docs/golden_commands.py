@@ -24,9 +24,8 @@ from spectrain.cli.help import COMMANDS, HELP_WORDS
 from spectrain.cli.overrides import (
     BARE_FLAGS,
     VALUE_FLAGS,
-    allow_new_keys,
-    list_config_groups,
     to_settings,
+    write_overrides,
 )
 from spectrain.cli.settings_file import split_settings_file
 from spectrain.config.build import GroupSpec, register_resolvers
@@ -76,8 +75,7 @@ def resolve_command(config_name: str, words: list[str]) -> dict[str, Any]:
     cannot be composed.
     """
     try:
-        groups = list_config_groups(words)
-        config = compose(config_name, overrides=[allow_new_keys(word, groups) for word in words])
+        config = compose(config_name, overrides=write_overrides(words))
         plain: Any = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         return {"error": str(error).splitlines()[0]}

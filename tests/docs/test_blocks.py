@@ -15,7 +15,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.cli.overrides import write_overrides
 from spectrain.cli.settings_file import split_settings_file
 from spectrain.config.build import register_resolvers
 from spectrain.config.spec import read_run
@@ -47,8 +47,7 @@ def check_settings_file(body: str, folder: Path) -> None:
     GlobalHydra.instance().clear()
     register_resolvers()
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        groups = list_config_groups([])
-        composed = compose("train", overrides=[allow_new_keys(word, groups) for word in file.words])
+        composed = compose("train", overrides=write_overrides(file.words))
     read_run(composed, (), list(file.words), yaml.safe_load(body)["recipe"], file=file)
 
 

@@ -17,7 +17,7 @@ from lab.pages.make_pages import FOLDER, render_result_pages
 from lab.pages.make_picture import NUMBERS, PICTURE, draw_picture
 from lab.pages.render import BLOCK, load_measurements
 from scripts.make_reference import INTERFACE_PAGE, SETTINGS_PAGE, render_pages
-from spectrain.cli import help, main, overrides
+from spectrain.cli import help, main
 from spectrain.config.choices import (
     choice_files,
     conf_folders,
@@ -92,7 +92,7 @@ def check_command(command: str, patch: pytest.MonkeyPatch) -> None:
         return
     composed: list[Any] = []
     # A reader makes the run first.
-    patch.setattr(overrides, "check_drafters", lambda *_: None)
+    patch.setattr(main, "check_drafters", lambda *_: None)
     patch.setattr(main, "compose_and_call", lambda *arguments: composed.append(arguments))
     main.dispatch_command(words)
     for config, _, arguments in composed:
@@ -111,7 +111,7 @@ def check_keys(config: str, arguments: list[str]) -> None:
             exists = (
                 name in {key.name for key in settings.get(group, ())}
                 if is_chosen
-                else find_owners(group, name, arguments)
+                else find_owners(group, name)
             )
             assert exists or (group == "drafter" and name in EVERY_DRAFTER), (
                 f"{argument}: {group} has no such key"

@@ -20,7 +20,7 @@ from lab.benchmarks import large_targets
 from lab.benchmarks.online import TOY, measure_peak, online_row
 from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
-from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.cli.overrides import write_overrides
 from spectrain.config.build import register_resolvers
 from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.spec import RunSpec, read_run
@@ -41,7 +41,6 @@ from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(choice_files("recipe", conf_folders()))
-GROUPS = list_config_groups([])
 WITHIN = pytest.approx(1, abs=0.15)
 TIGHT = pytest.approx(1, abs=0.10)
 SINGLE_PASS = ("dflash", "dspark", "dflash2", "peagle")
@@ -60,7 +59,7 @@ def compose_plan(*overrides: str, device: str = "auto") -> tuple[RunSpec, Plan]:
     register_resolvers(device)
     try:
         with initialize_config_module("spectrain.conf", version_base="1.3"):
-            words = [allow_new_keys(word, GROUPS) for word in ("plan.calibrate=false", *overrides)]
+            words = write_overrides(["plan.calibrate=false", *overrides])
             spec, settings = read_run(compose("plan", overrides=words), ["plan"])
             return spec, settings["plan"].build()
     finally:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spectrain.cli.overrides import allow_new_keys, list_config_groups
+from spectrain.cli.overrides import write_overrides
 from spectrain.config.spec import read_run
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
@@ -67,9 +67,8 @@ def regenerate(out: Path, server: ModelStandIn, chats: Path, *more: str) -> None
     # A key alone leaves the setting out.
     dropped = {word for word in more if "=" not in word}
     words = [word for word in words if word.partition("=")[0] not in dropped]
-    groups = list_config_groups(words)
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose("regenerate", overrides=[allow_new_keys(word, groups) for word in words])
+        config = compose("regenerate", overrides=write_overrides(words))
     spec, settings = read_run(
         config, ("writer", "sampling", "regenerate", "out", "check", "capture"), words
     )

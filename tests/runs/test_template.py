@@ -16,7 +16,8 @@ from spectrain.data.chat import render_chat
 from spectrain.errors import UserError
 from spectrain.models.loading import load_tiny
 from spectrain.runs.defaults import read_template_arguments
-from spectrain.runs.score import describe_template, load_template_facts
+from spectrain.runs.drafters import load_facts
+from spectrain.runs.score import describe_template
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
@@ -59,7 +60,7 @@ def test_arguments_are_saved_with_the_drafter(tmp_path: Path) -> None:
         "data.template_kwargs": "{enable_thinking: true}",
     }
     run = train("medusa1", tmp_path / "run", **settings)
-    facts = load_template_facts(run)
+    facts = load_facts(run, "chat_template")
     assert facts == json.loads((run / "drafter" / "config.json").read_text())["chat_template"]
     assert facts is not None and facts["arguments"] == {"enable_thinking": True}
     assert RunSpec.load(run / "config.yaml").target.get("template_kwargs") == {

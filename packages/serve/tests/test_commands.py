@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectrain.cli.help import COMMANDS
+from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.main import COMMAND_TASKS
 from spectrain.cli.overrides import to_settings
 from spectrain_serve.commands import COMMANDS as OWN
@@ -37,3 +37,8 @@ def test_commands_stand_where_a_project_needs_them() -> None:
         "bench decode",
     ]
     assert names[names.index("bench decode") + 1] == "bench engine"
+
+
+@pytest.mark.parametrize("name", OWN.tasks)
+def test_every_command_explains_itself(name: str) -> None:
+    assert explain_command(name, []).startswith(f"spectrain {name}: {COMMANDS[name].about}")

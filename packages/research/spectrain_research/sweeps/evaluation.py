@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spectrain.config.choices import load_constructor
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System, describe_tree
@@ -19,7 +19,9 @@ def choose_builder(name: str, **settings: Any) -> Callable[[int, int], TreeBuild
     """Return a function from depth and budget to the builder of a `tree` choice, which is
     imported when it is called.
     """
-    return lambda depth, budget: load_constructor("tree", name)(depth, budget, **settings)
+    return lambda depth, budget: GroupSpec("tree", name).load_constructor()(
+        depth, budget, **settings
+    )
 
 
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
@@ -82,7 +84,10 @@ class LengthSweep(EvalExtension):
         rule = candidate.rule
         sampling = own.children, own.temperature, own.seed
         chains = [Chain(depth, *sampling) for depth in range(1, own.depth + 1)]
-        chains += [load_constructor("tree", name)(own.depth, *sampling) for name in ADAPTIVE_LENGTH]
+        chains += [
+            GroupSpec("tree", name).load_constructor()(own.depth, *sampling)
+            for name in ADAPTIVE_LENGTH
+        ]
         rule.check_children(own.children, is_chain=True)
         return [
             System(f"length-{chain.name}-{chain.depth}", describe_tree(chain), drafter, chain, rule)

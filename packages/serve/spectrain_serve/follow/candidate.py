@@ -16,11 +16,11 @@ from typing import IO, Any, Literal
 from spectrain.config.environment import inherited_environment
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError
-from spectrain.eval.promotion import PromotionProof
 from spectrain.files import write_text
 
 from ..engines.launch import explain_log
 from ..engines.process_group import run_group
+from ..promotion import PromotionProof
 from .proof import read_proof
 from .reservoir import write_conversations
 from .settings import FollowSettings

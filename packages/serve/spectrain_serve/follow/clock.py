@@ -12,8 +12,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from spectrain.config.checked_json import read_json_as
 from spectrain.files import write_text
+
+from .checked_json import read_json_as
 
 LATEST = 253402300799.0
 """The last second of the year 9999, the largest date that is printed."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, describe_error
-from spectrain.eval.promotion import LEAST_PROMPTS, PromotionProof
 from spectrain.files import write_text
 from spectrain.servers.openai import OpenAIServer
+from spectrain_serve.promotion import LEAST_PROMPTS, PromotionProof
 
 from .candidate import CandidateData, CandidateJob
 from .clock import read_date

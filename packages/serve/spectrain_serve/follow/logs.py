@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from spectrain.config.checked_json import read_json_as
 from spectrain.files import write_text
 
+from .checked_json import read_json_as
 from .clock import read_date
 from .exchange import Exchange
 from .settings import RECORDED_ROUTES, ListenSettings

@@ -16,16 +16,16 @@ from spectrain.config.build import register_resolvers
 from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
-from spectrain.eval.promotion import (
+from spectrain.files import write_text
+from spectrain.models.target import Target
+from spectrain.runs.drafters import load_for_decoding
+from spectrain_serve.promotion import (
     PairedGain,
     PromotionProof,
     compare_rounds,
     decide_promotion,
     decode_prompts,
 )
-from spectrain.files import write_text
-from spectrain.models.target import Target
-from spectrain.runs.drafters import load_for_decoding
 
 from .train_candidate import read_examples
 

@@ -1,5 +1,5 @@
 """Gives every better drafter to a running server, for what learns elsewhere, as
-`spectrain.integrations` does.
+`spectrain_serve.integrations` does.
 """
 
 from __future__ import annotations

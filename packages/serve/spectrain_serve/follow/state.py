@@ -24,11 +24,11 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from spectrain.config.checked_json import read_json_as
 from spectrain.config.plain_files import require_regular_file
 from spectrain.errors import UserError
 from spectrain.files import lock_file, write_text
 
+from .checked_json import read_json_as
 from .clock import LATEST, FollowClock, read_date
 
 Date = Annotated[float, Ge(0), Le(LATEST)]

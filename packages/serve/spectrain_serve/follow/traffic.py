@@ -13,12 +13,12 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
 
-from spectrain.config.checked_json import describe_violation
 from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.openai import join_parts
 
+from .checked_json import describe_violation
 from .clock import LATEST
 from .exchange import Exchange
 from .kinds import KindRegistry

@@ -19,7 +19,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.errors import RunError
 from spectrain.models.target import Target
-from spectrain.runs.continuation import plan_continuation, train_on_examples
+from spectrain_serve.continuation import plan_continuation, train_on_examples
 
 from .examples import make_example
 from .reservoir import read_conversations

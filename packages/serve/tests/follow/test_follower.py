@@ -9,7 +9,6 @@ import pytest
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.eval.promotion import PairedGain, PromotionProof
 from spectrain.servers.settings import EngineSettings
 from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.own import OwnServer
@@ -23,6 +22,7 @@ from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weigh
 from spectrain_serve.follow.swap import DrafterSwapper, SwapOutcome, SwapWay
 from spectrain_serve.follow.traffic import RecordedConversation
 from spectrain_serve.follow.upstream import UpstreamSwitch
+from spectrain_serve.promotion import PairedGain, PromotionProof
 
 GAIN = PairedGain(20, 1.5, 1.8, 0.2, [0.1, 0.3], 20)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from spectrain.decoding.generation import Generation
-from spectrain.eval.promotion import PairedGain, compare_rounds, decide_promotion
+from spectrain_serve.promotion import PairedGain, compare_rounds, decide_promotion
 
 GAIN = PairedGain(40, 1.5, 1.8, 0.2, [0.1, 0.3], 40)
 EQUAL = PairedGain(40, 1.8, 1.8, 0.0, [-0.01, 0.01], 40)

@@ -26,20 +26,20 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, RunInterrupted, UserError, describe_error
-from spectrain.eval.promotion import (
+from spectrain.files import write_text
+from spectrain.models.target import Target
+from spectrain.runs.defaults import load_saved_settings
+from spectrain.runs.drafters import load_for_decoding
+from spectrain.runs.folder import require_drafter_directory
+from spectrain.trees import Chain
+from spectrain_serve.continuation import plan_continuation, train_on_examples
+from spectrain_serve.promotion import (
     LEAST_PROMPTS,
     PromotionProof,
     compare_rounds,
     decide_promotion,
     decode_prompts,
 )
-from spectrain.files import write_text
-from spectrain.models.target import Target
-from spectrain.runs.continuation import plan_continuation, train_on_examples
-from spectrain.runs.defaults import load_saved_settings
-from spectrain.runs.drafters import load_for_decoding
-from spectrain.runs.folder import require_drafter_directory
-from spectrain.trees import Chain
 
 from .policy import make_policy_target, share_weights
 from .process_state import preserve_process_state, redirect_to_file

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from spectrain.config.plain_files import COPY_AGAIN, MAX_FILE_BYTES, read_json
 from spectrain.errors import UserError
-
-from .plain_files import COPY_AGAIN, MAX_FILE_BYTES, read_json
 
 Content = TypeVar("Content")
 

@@ -1,25 +1,37 @@
-"""Trials of `spectrain doctor`: each runs kernels on a tiny input and returns their maximum
-error against their references.
+"""Trials of all kernels: each runs some on a tiny input and returns their maximum error against
+their references. `spectrain doctor` runs them on the user's machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+import torch
+
+from spectrain.kernels import tree_walks
+from spectrain.kernels.append_children import (
+    Nodes,
+    append_children,
+    append_children_reference,
+)
+from spectrain.kernels.kv_append import kv_append, kv_append_reference
+from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
+from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
+from spectrain.kernels.round_log import round_log, round_log_reference
+from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
+from spectrain.kernels.tree_attention import (
+    Visibility,
+    tree_attention,
+    tree_attention_reference,
+)
+from spectrain.kernels.tree_recursive import tree_recursive
+from spectrain.kernels.tree_verify import tree_greedy, tree_match
 
 # Maximum error of a float32 kernel against its reference; a GPU multiplies in TF32.
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}
 
 
-def try_attention(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels.tree_attention import (
-        Visibility,
-        tree_attention,
-        tree_attention_reference,
-    )
-
+def try_attention(device: torch.device) -> float:
     q, k, v = (
         torch.randn(2, heads, length, 32, device=device)
         for heads, length in ((4, 5), (2, 14), (2, 14))
@@ -32,13 +44,7 @@ def try_attention(device: Any) -> float:
     )
 
 
-def try_verify(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels import tree_walks
-    from spectrain.kernels.tree_recursive import tree_recursive
-    from spectrain.kernels.tree_verify import tree_greedy, tree_match
-
+def try_verify(device: torch.device) -> float:
     tokens = torch.tensor([[5, 3, 7, 1]], device=device)
     parents = torch.tensor([[-1, 0, 1, 1]], device=device)
     nodes = tree_walks.TreeNodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
@@ -59,12 +65,7 @@ def try_verify(device: Any) -> float:
     return max(max_difference(result, other) for pair in pairs for result, other in zip(*pair))
 
 
-def try_cache(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels.kv_append import kv_append, kv_append_reference
-    from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
-
+def try_cache(device: torch.device) -> float:
     keys, values = (torch.randn(2, 2, 3, 16, device=device) for _ in "kv")
     lengths, path, counts = (
         torch.tensor(rows, device=device) for rows in ([4, 2], [[0, 2], [0, 1]], [2, 1])
@@ -79,12 +80,7 @@ def try_cache(device: Any) -> float:
     return max(max_difference(result, other) for result, other in zip(*results))
 
 
-def try_texts(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels.round_log import round_log, round_log_reference
-    from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
-
+def try_texts(device: torch.device) -> float:
     nodes, path = (
         torch.tensor(rows, device=device) for rows in ([[1, 2, 3], [4, 5, 6]], [[0, 2], [0, 1]])
     )
@@ -101,11 +97,7 @@ def try_texts(device: Any) -> float:
     return max(max_difference(result, other) for result, other in zip(*results))
 
 
-def try_divergence(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
-
+def try_divergence(device: torch.device) -> float:
     hidden, weight = (torch.randn(rows, 16, device=device, requires_grad=True) for rows in (6, 40))
     target_log_probs = torch.randn(6, 40, device=device).log_softmax(-1)
     loss = linear_divergence(hidden, Projection(weight), lambda rows: target_log_probs[rows]).loss
@@ -122,15 +114,7 @@ def try_divergence(device: Any) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
-def try_children(device: Any) -> float:
-    import torch
-
-    from spectrain.kernels.append_children import (
-        Nodes,
-        append_children,
-        append_children_reference,
-    )
-
+def try_children(device: torch.device) -> float:
     logits = torch.randn(2, 3, 50, device=device)
     tokens = torch.tensor([[5, 3, 7, 1]], device=device).expand(2, -1)
     parents = torch.tensor([[-1, 0, 0, 0]], device=device).expand(2, -1)
@@ -143,7 +127,7 @@ def try_children(device: Any) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
-def max_difference(first: Any, second: Any) -> float:
+def max_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     return (
         float((first.detach().double() - second.detach().double()).abs().max())
         if first.numel()
@@ -152,7 +136,7 @@ def max_difference(first: Any, second: Any) -> float:
 
 
 # A test holds that between them they launch every operation of spectrain.kernels.
-KERNEL_TRIALS: dict[str, Callable[[Any], float]] = {
+KERNEL_TRIALS: dict[str, Callable[[torch.device], float]] = {
     "tree attention": try_attention,
     "tree verification": try_verify,
     "key-value cache": try_cache,

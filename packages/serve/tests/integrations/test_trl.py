@@ -20,14 +20,18 @@ from transformers import AutoModelForCausalLM
 from spectrain.decoding.acceptance import Match
 from spectrain.decoding.loop import decode
 from spectrain.errors import RunError, UserError
-from spectrain.eval.promotion import PairedGain, PromotionProof
-from spectrain.integrations.learner import DrafterLearner, DrafterLearningSettings, RolloutSampling
-from spectrain.integrations.policy import make_policy_target
-from spectrain.integrations.process_state import preserve_process_state
-from spectrain.integrations.rollouts import RolloutStore
-from spectrain.integrations.trl import DrafterCallback, make_settings, read_sampling
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain_serve.integrations.learner import (
+    DrafterLearner,
+    DrafterLearningSettings,
+    RolloutSampling,
+)
+from spectrain_serve.integrations.policy import make_policy_target
+from spectrain_serve.integrations.process_state import preserve_process_state
+from spectrain_serve.integrations.rollouts import RolloutStore
+from spectrain_serve.integrations.trl import DrafterCallback, make_settings, read_sampling
+from spectrain_serve.promotion import PairedGain, PromotionProof
 from tests.export.small_targets import save_random
 
 PROMPTS = [[{"role": "user", "content": f"Say {number}."}] for number in range(48)]
@@ -330,7 +334,7 @@ def run_grpo(
     Ways: without the callback (plain), with the rollouts of TRL's generator recorded (recorded),
     drafted by a drafter that stays (static), or by one that learns (learning).
     """
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install spectrain[trl]")
+    trl = pytest.importorskip("trl", reason="pip install spectrain-serve[trl]")
     from datasets import Dataset
 
     def reward(completion_ids: list[list[int]], **given: Any) -> list[float]:
@@ -386,7 +390,7 @@ def test_the_training_of_trl_is_the_same_with_and_without_learning(
     generator and by drafted rollouts, also where another drafter drafts from some step on.
     """
     monkeypatch.setattr(
-        "spectrain.integrations.learner.decide_promotion",
+        "spectrain_serve.integrations.learner.decide_promotion",
         lambda gain: PromotionProof(gain, None, True, "every candidate is promoted here"),
     )
     runs = []

@@ -15,8 +15,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.files import write_text
 from spectrain.models.target import Target
-
-from .train import train_and_score
+from spectrain.runs.train import train_and_score
 
 EPOCHS = 1000
 """More epochs than any continuation trains; its steps or its minutes end it."""
