@@ -153,6 +153,11 @@ class Attention(WeightBlock):
         """Return the linears that read the inputs."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
+    @property
+    def key_value_linears(self) -> list[nn.Linear]:
+        """The linears that project a context to keys and values."""
+        return [self.k_proj, self.v_proj]
+
     def init_self(self) -> None:
         """Let heads attend to their own position at first."""
         init_self_attention(self)
