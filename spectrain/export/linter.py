@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from spectrain.config.plain_files import read_yaml
-from spectrain.config.saved import parse_groups
+from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
@@ -185,7 +184,7 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     ]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
-        readers.append(lambda: parse_groups(read_yaml(run), run))
+        readers.append(partial(RunSpec.load, run))
     for read in readers:
         try:
             read()

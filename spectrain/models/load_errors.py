@@ -43,7 +43,7 @@ def explain_load_error(model: str | Path, error: Exception) -> str:
                 read_rope(group)
     except RopeError as fault:
         return f"config.json: {fault}"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass
     is_described = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
     return first_line(error) if is_described else describe_error(error)
@@ -58,7 +58,7 @@ def describe_adapter(directory: Path) -> str | None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = None
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     base = name if isinstance(name, str) and name else "a model that it does not name"

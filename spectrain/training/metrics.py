@@ -121,7 +121,7 @@ def _parse_step(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
     # A kill cut the line short, or it is not a step's.
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
