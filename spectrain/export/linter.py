@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from spectrain.config.spec import RunSpec
+from spectrain.config.check import check_node
+from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
@@ -184,13 +185,24 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     ]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
-        readers.append(partial(RunSpec.load, run))
+        readers.append(partial(check_run_settings, run))
     for read in readers:
         try:
             read()
         except UserError as error:
             problem, _, remedy = str(error).partition("; ")
             yield Finding(NOT_DATA, "error", problem, NOT_DATA_CONSEQUENCE, remedy)
+
+
+def check_run_settings(path: Path) -> None:
+    """Raise a UserError for a setting of a run's config.yaml that its constructor refuses."""
+    spec = RunSpec.load(path)
+    for group in (getattr(spec, name) for name in GROUPS):
+        if group:
+            try:
+                check_node(group.group, group.node)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
 
 
 def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:

@@ -16,11 +16,12 @@ from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
+from spectrain.errors import UserError
 from spectrain.export.container import Finding
 from spectrain.export.converter import convert
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.layouts import detect_layout
-from spectrain.export.linter import check_files, lint
+from spectrain.export.linter import check_files, check_run_settings, lint
 from spectrain.export.measure import find_misinterpretation
 from spectrain.export.native import NATIVE
 from spectrain.export.targets import TargetFiles
@@ -431,6 +432,24 @@ def test_measured_faults_of_gguf(
     convert(eagle3_folder, tmp_path / "out", "gguf", TINY)
     assert not lint(tmp_path / "out", TINY)
     assert name in {finding.name for finding in lint(change_gguf(tmp_path / "out", change), TINY)}
+
+
+@pytest.mark.parametrize(
+    "group, choice, key, value",
+    [
+        ("trainer", "default", "lr", "fast"),
+        ("trainer", "default", "speed", 1),
+        ("data", "embedded", "limit", "many"),
+    ],
+)
+def test_settings_of_a_run_are_checked_as_a_command_checks_them(
+    group: str, choice: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """What `spectrain eval` refuses of config.yaml is a fault of the folder."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{group}:\n  choice: {choice}\n  {key}: {value}\n")
+    with pytest.raises(UserError, match=f"config.yaml: {group}.{key}"):
+        check_run_settings(path)
 
 
 def test_an_error_ends_with_status_1(
