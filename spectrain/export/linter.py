@@ -19,6 +19,7 @@ from spectrain.config.check import check_node
 from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
+from spectrain.models.checked_tensors import has_finite_values
 from spectrain.models.rope import RopeError
 
 from .command_only_findings import check_command_only
@@ -212,7 +213,7 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         if not tensor.is_floating_point():
             continue
         names_by_dtype.setdefault(tensor.dtype, name)
-        if not tensor.isfinite().all():
+        if not has_finite_values(tensor):
             yield Finding(
                 "not-finite",
                 "error",
