@@ -108,7 +108,7 @@ def read_run_row(folder: Path) -> RunRow:
             read(folder, row)
         except UserError as error:
             faults.append(str(error).removeprefix(f"{folder}/"))
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
             what = read.__name__.removeprefix("read_")
             faults.append(f"its {what} has another form ({type(error).__name__})")
     if faults:
@@ -158,7 +158,7 @@ def read_progress(folder: Path, row: RunRow) -> None:
     for line in reversed(lines):
         try:
             metrics = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(metrics, dict) and "tokens" in metrics:
             row.tokens = int(metrics["tokens"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from spectrain.errors import UserError
+
 from .build import GroupSpec, to_containers
 from .plain_files import read_yaml
 from .resolve import LowerLayers, resolve
@@ -71,6 +73,12 @@ class RunSpec:
         groups = {
             key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"
         }
+        for group in GROUPS:
+            if not isinstance(groups.get(group), dict | None):
+                raise UserError(
+                    f"{path}: {group} is no group of settings, as when the file is cut short; "
+                    "copy the file again"
+                )
         spec = cls.from_nodes(groups)
         return replace(spec, **{group: getattr(spec, group).named_by(path) for group in GROUPS})
 

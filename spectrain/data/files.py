@@ -147,7 +147,12 @@ def find_line_of_no_text(path: Path) -> int:
 def parse_line(line: str, location: str) -> Any:
     """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
     try:
-        return json.loads(line.removeprefix("\ufeff"))
+        return json.loads(line.removeprefix("\ufeff"), object_pairs_hook=_make_object)
+    except RepeatedKey as error:
+        raise UserError(
+            f"{location}: the key {error} is given twice, so one of its values would be lost; "
+            "write each key once"
+        ) from error
     except RecursionError as error:
         raise UserError(
             f"{location}: its values are nested too deeply; write one object a line"
@@ -157,6 +162,19 @@ def parse_line(line: str, location: str) -> Any:
         raise UserError(
             f"{location}: it is not JSON ({describe_json_error(error)}); write one object a line"
         ) from error
+
+
+class RepeatedKey(ValueError):
+    """A key that a JSON object has twice; the message is the key."""
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise `RepeatedKey` where it has a key twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(repr(next(name for name in names if names.count(name) > 1)[:40]))
+    return made
 
 
 def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[FileRow]:

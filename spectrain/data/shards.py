@@ -147,7 +147,7 @@ class ShardSet:
                 f"out={self.folder}: there is no {MANIFEST}, so no regenerated set; give its "
                 "directory"
             ) from error
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError, OSError, RecursionError) as error:
             raise UserError(
                 f"{path}: it cannot be read ({first_line(error)}); put back a copy, or make the "
                 "set anew in another folder"
@@ -355,5 +355,5 @@ def read_rows(path: Path) -> Iterator[Row]:
     for line in path.read_bytes().split(b"\n"):
         try:
             yield Row(**json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue

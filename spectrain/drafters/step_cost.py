@@ -69,6 +69,9 @@ class Run:
     # Share of the rows of all calls whose values are stored at the same time; less than 1 where
     # the backward pass computes the values again in chunks, or some calls have no gradients.
     stored_share: float = 1
+    # Keys that a row attends to on a CPU where attention runs in chunks, whose scores the backward
+    # pass computes again; 0 if it does not.
+    chunk_keys: float = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Judged:
     # the target's.
     layers: int = 1
     width: int = 0
+    # Whether the output layers have a gradient; the target's own have none.
+    is_trained: bool = True
     # Rows whose logits are computed without gradients, besides the labels.
     other_rows: float = 0
 

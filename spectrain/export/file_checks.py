@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from spectrain.config.check import check_node
 from spectrain.config.command_only import find_command_only
 from spectrain.config.plain_files import read_json, read_yaml
-from spectrain.config.saved import parse_groups
+from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
+from spectrain.models.checked_tensors import has_finite_values
 
 from .compressed_tensors import FUSION_MODULE, name_scheme
 from .container import Finding
@@ -57,13 +59,24 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     ]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
-        readers.append(lambda: parse_groups(read_yaml(run), run))
+        readers.append(partial(check_run_settings, run))
     for read in readers:
         try:
             read()
         except UserError as error:
             problem, _, remedy = str(error).partition("; ")
             yield Finding(NOT_DATA, "error", problem, NOT_DATA_CONSEQUENCE, remedy)
+
+
+def check_run_settings(path: Path) -> None:
+    """Raise a UserError for a setting of a run's config.yaml that its constructor refuses."""
+    spec = RunSpec.load(path)
+    for group in (getattr(spec, name) for name in GROUPS):
+        if group:
+            try:
+                check_node(group.group, group.node)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
 
 
 def check_command_only(directory: Path) -> Iterator[Finding]:
@@ -99,7 +112,7 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         if not tensor.is_floating_point():
             continue
         names_by_dtype.setdefault(tensor.dtype, name)
-        if not tensor.isfinite().all():
+        if not has_finite_values(tensor):
             yield Finding(
                 "not-finite",
                 "error",

@@ -68,6 +68,11 @@ def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[An
         raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {remedy}") from error
 
 
+def has_finite_values(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or infinite; torch itself asks no numbers of one byte."""
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
+
+
 def read_tensors(path: Path, remedy: str, limit: int | None = None) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read, is not what
     was saved, or holds more tensors than `limit`."""

@@ -11,7 +11,7 @@ from typing import Any
 from spectrain.errors import RunError, UserError, describe_error, first_line
 
 from .architectures.quantized import Quantization, required_package
-from .rope import RopeError, read_rope
+from .rope import FORMS, RopeError, read_rope
 
 
 @contextmanager
@@ -43,8 +43,11 @@ def explain_load_error(model: str | Path, error: Exception) -> str:
                 read_rope(group)
     except RopeError as fault:
         return f"config.json: {fault}"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass
+    # Classes of transformers look their rotary embedding up in a table.
+    if isinstance(error, KeyError) and error.args[0] in (*FORMS, "mrope"):
+        return f"the model's class has no rotary embedding of rope_type={error.args[0]}"
     is_described = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
     return first_line(error) if is_described else describe_error(error)
 
@@ -58,7 +61,7 @@ def describe_adapter(directory: Path) -> str | None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = None
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     base = name if isinstance(name, str) and name else "a model that it does not name"

@@ -221,7 +221,8 @@ def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[s
     features = {"features": float(feature_bytes(models, stage, piece))}
     stored = sum(stored_bytes(models, run) for run in cost.runs) + cast_bytes(models, cost)
     # the gradient of an output layer
-    head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)
+    width = judged.width or models.target.width
+    head = FLOAT_BYTES * judged.vocab_size * width if judged.is_trained else 0
     after = stored + judged.layers * head + cost.backward_values * FLOAT_BYTES
     scratch = max((FLOAT_BYTES * p.numel() for p in trained), default=0)
     forward_rows = max(

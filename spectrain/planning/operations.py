@@ -70,21 +70,19 @@ def mean_keys(target: Target, length: float) -> float:
 def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
     """Return the operations of a training step on a batch in the stage of this index: two for every
     product of the forward, its inputs' gradients and the gradients of trained weights, and seven
-    halves of the forward for attention.
+    halves of the forward for attention, nine halves where the backward pass computes it again.
     """
     cost = stage_cost(models, models.stages[stage], batch)
     total = 0.0
     for run in cost.runs:
         row = models.row_cost(run.module, stage)
-        total += (
-            run.calls
-            * run.rows
-            * (2 * (2 * row.weights + row.trained) + 14 * row.attention * run.keys)
-        )
+        in_chunks = models.is_cpu and run.chunk_keys > 0
+        attended = 18 * run.chunk_keys if in_chunks else 14 * run.keys
+        products = 2 * (2 * row.weights + row.trained) + row.attention * attended
+        total += run.calls * run.rows * products
     judged = cost.judged
-    total += (
-        6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
-    )
+    logits = (judged.width or models.target.width) * judged.vocab_size * judged.rows
+    total += (6 if judged.is_trained else 4) * logits * judged.layers
     total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
     return total + forward_flops(models, cost.forward_rows, batch)
 

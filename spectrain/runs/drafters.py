@@ -30,7 +30,12 @@ from spectrain.export.drafter_files import read_config
 from spectrain.export.layout import MALFORMED_ERRORS, DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
-from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors, save_tensors
+from spectrain.models.checked_tensors import (
+    MAX_DRAFTER_TENSORS,
+    has_finite_values,
+    read_tensors,
+    save_tensors,
+)
 from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
@@ -273,7 +278,7 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
         path = directory / home.get(name, "model.safetensors")
         raise UserError(f"{path}: it does not fit the drafter in config.json: {fault}")
     for name, tensor in weights.items():
-        if not tensor.isfinite().all():
+        if not has_finite_values(tensor):
             path = directory / home.get(name, "model.safetensors")
             raise RunError(
                 f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier "

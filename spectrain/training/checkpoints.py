@@ -242,6 +242,18 @@ def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[t
             for name in weights
             if name in state and weights[name].is_floating_point() > state[name].is_floating_point()
         ],
+        "holds no real numbers": [
+            name
+            for name in weights
+            if name in state and weights[name].is_floating_point() < state[name].is_floating_point()
+        ],
+        "holds no integers": [
+            name
+            for name in weights
+            if name in state
+            and (weights[name].dtype == torch.bool or weights[name].is_complex())
+            and not (state[name].dtype == torch.bool or state[name].is_floating_point())
+        ],
         "is missing": [name for name in expected if name not in weights],
         "is unknown": [name for name in weights if name not in state],
     }

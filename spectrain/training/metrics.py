@@ -84,7 +84,7 @@ class MetricsFile:
         if path.exists():
             lines = [
                 line
-                for line in path.read_text().splitlines()
+                for line in _read_lines(path)
                 if (number := _parse_step(line)) is not None and number <= step
             ]
             write_text(path, "".join(line + "\n" for line in lines))
@@ -101,20 +101,26 @@ def read_last_step(path: Path) -> int:
     """Return the last step in a metrics.jsonl, or 0 where it holds none."""
     if not path.exists():
         return 0
-    return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0)
+    return max((_parse_step(line) or 0 for line in _read_lines(path)), default=0)
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Read the lines of a metrics.jsonl up to a step."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = _read_lines(path) if path.exists() else []
     return [json.loads(line) for line in lines if 0 < (_parse_step(line) or 0) <= step]
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Read the lines of a file, whose bytes need not all be text."""
+    return path.read_text(errors="replace").splitlines()
 
 
 def _parse_step(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return None  # a kill cut this line short
+    # A kill cut the line short, or it is not a step's.
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 class Pace:

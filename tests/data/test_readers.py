@@ -127,6 +127,17 @@ def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key, line", [
+    ("messages", '{"messages": [], "messages": [{"role": "user", "content": "Hi"}]}'),
+    ("content", '{"messages": [{"role": "user", "content": "Hi", "content": "Ho"}]}'),
+])  # fmt: skip
+def test_a_key_that_is_given_twice_is_named(tmp_path: Path, key: str, line: str) -> None:
+    """No reader can tell which of the two values was meant."""
+    (tmp_path / "chats.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=f"line 1: the key '{key}' is given twice"):
+        JsonlReader(str(tmp_path / "chats.jsonl")).load_conversations()
+
+
 def test_a_json_list_is_read_and_named_in_json_lines(tmp_path: Path) -> None:
     """A .json file may hold a list of conversations, as ShareGPT's do; a line of a .jsonl file
     may not.

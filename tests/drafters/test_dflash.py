@@ -19,7 +19,9 @@ from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.layers.anchors import (
     Anchors,
     block_attention,
+    iterate_chunks,
     make_flex_mask,
+    mean_chunk_keys,
     sample_anchors,
 )
 from spectrain.drafters.layers.block_drafter import default_layers
@@ -147,6 +149,20 @@ def test_loss_is_the_weighted_divergence_of_every_judged_draft(shallow: Target) 
         total += weighed / weights * int(batch.loss_mask[row, 1:].sum())
     assert float(losses.total.detach()) == pytest.approx(total, rel=1e-4)
     assert losses.hits.tolist() == hits
+
+
+@pytest.mark.parametrize("count, slots", [(5, 7), (64, 7), (100, 16)])
+def test_planned_keys_are_those_of_the_chunks(count: int, slots: int) -> None:
+    """The plan counts the keys that slots of evenly spaced anchors attend to in their chunks."""
+    length = 10 * count
+    positions = torch.arange(10, length + 1, 10)
+    anchors = Anchors(positions, positions, ((count, length),))
+    chunks = [
+        (rows.stop - rows.start, tokens.stop - tokens.start)
+        for rows, tokens in iterate_chunks(anchors, slots)
+    ]
+    keys = sum(rows * (tokens + rows) for rows, tokens in chunks) / (count * slots)
+    assert mean_chunk_keys(count, slots, length) == pytest.approx(keys)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from spectrain.data.readers import EmbeddedReader
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
+from spectrain.errors import UserError
 from spectrain.export.container import Finding
 from spectrain.export.converter import convert
 from spectrain.export.drafter_files import DrafterFiles
+from spectrain.export.file_checks import check_run_settings
 from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import check_files, lint
 from spectrain.export.measure import find_misinterpretation
@@ -400,6 +402,24 @@ def test_measured_faults_of_eagle3(
         finding.name: finding for finding in lint(change_files(tmp_path / "out", change), TINY)
     }
     assert after[name].level == "error"
+
+
+@pytest.mark.parametrize(
+    "group, choice, key, value",
+    [
+        ("trainer", "default", "lr", "fast"),
+        ("trainer", "default", "speed", 1),
+        ("data", "embedded", "limit", "many"),
+    ],
+)
+def test_settings_of_a_run_are_checked_as_a_command_checks_them(
+    group: str, choice: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """What `spectrain eval` refuses of config.yaml is a fault of the folder."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{group}:\n  choice: {choice}\n  {key}: {value}\n")
+    with pytest.raises(UserError, match=f"config.yaml: {group}.{key}"):
+        check_run_settings(path)
 
 
 def test_an_error_ends_with_status_1(

@@ -22,6 +22,7 @@ from spectrain.export.linter import lint
 from spectrain.export.measure import build_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
+from spectrain.models.load_errors import explain_load_error
 from spectrain.models.rope import RopeError, depends_on_length, drafter_rope, fit_to_head, read_rope
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors
@@ -363,3 +364,9 @@ def test_sizes_without_a_rotary_embedding_keep_the_targets(folder: Path, tmp_pat
         "rope_type": "linear",
         "factor": 4.0,
     }
+
+
+def test_a_form_that_a_class_lacks_is_named(tmp_path: Path) -> None:
+    """transformers looks the form up in a table and raises its name alone."""
+    reason = explain_load_error(tmp_path, KeyError("mrope"))
+    assert reason == "the model's class has no rotary embedding of rope_type=mrope"

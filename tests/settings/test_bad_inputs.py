@@ -125,6 +125,26 @@ def make_fractional(tensors: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + 0.5
 
 
+def add_nan_of_one_byte(tensors: dict[str, Any]) -> None:
+    add_nan(tensors)
+    name = "heads.0.lm_head.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def make_whole(tensors: dict[str, Any]) -> None:
+    name = "heads.0.lm_head.weight"
+    tensors[name] = (100 * tensors[name]).to(torch.int8)
+
+
+def make_complex(tensors: dict[str, Any]) -> None:
+    name = "heads.0.lm_head.weight"
+    tensors[name] = tensors[name].to(torch.complex64)
+
+
+def make_truth_values(tensors: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"].bool()
+
+
 def widen_tensors(tensors: dict[str, Any]) -> None:
     for name in [name for name in tensors if name.startswith("heads")]:
         tensors[name] = tensors[name].repeat_interleave(2, dim=-1)
@@ -142,6 +162,14 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
         r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more",
     ),
     "fractions": (make_fractional, UserError, r"d2t holds fractions"),
+    "not finite, in one byte": (
+        add_nan_of_one_byte,
+        RunError,
+        r"heads\.0\.lm_head\.weight holds NaN",
+    ),
+    "integers": (make_whole, UserError, r"heads\.0\.lm_head\.weight holds no real numbers"),
+    "complex": (make_complex, UserError, r"heads\.0\.lm_head\.weight holds no real numbers"),
+    "truth values": (make_truth_values, UserError, r"d2t holds no integers"),
     "ids astray": (shift_ids, UserError, r"d2t: some ids are not among the target's 2048 tokens"),
 }
 

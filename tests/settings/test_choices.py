@@ -38,6 +38,15 @@ def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
     assert RunSpec.load(tmp_path / "config.yaml") == spec
 
 
+@pytest.mark.parametrize("node", ["eagle2", "[1]", "3"])
+def test_a_group_that_is_no_group_is_named(node: str, tmp_path: Path) -> None:
+    """A config.yaml that ends inside of a word holds a text where settings belong."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"drafter:\n  choice: ngram\ntree: {node}\n")
+    with pytest.raises(UserError, match="config.yaml: tree is no group of settings"):
+        RunSpec.load(path)
+
+
 def test_that_code_may_run_is_never_saved() -> None:
     """The consent to run a target's code is the command's alone."""
     saved = {"choice": "hf", "model": "a/b", "trust_remote_code": True}

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 
 from spectrain.output.streams import CleanStream
 from spectrain.training import metrics
-from spectrain.training.metrics import Pace, TrainingProgress
+from spectrain.training.metrics import (
+    MetricsFile,
+    Pace,
+    TrainingProgress,
+    read_last_step,
+    read_metrics,
+)
 from spectrain.training.parallel import step_timer
 from spectrain.training.parallel.step_timer import STEP_PARTS, StepTimer, summarize_processes
 
@@ -208,3 +215,15 @@ def test_time_left_is_printed_in_fitting_units(clock: Clock, seconds: float, exp
     pace = Pace(10)
     clock.now = seconds
     assert pace.time_left(1) == expected and pace.is_due() == (seconds >= 30)
+
+
+def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path) -> None:
+    """Lines that are no step's, whatever they hold, neither end a resume nor count."""
+    path = tmp_path / "metrics.jsonl"
+    steps = [b'{"step": 1, "loss": 2.0}', b'{"step": 2, "loss": 1.0}', b'{"step": 9, "loss": 1.0}']
+    others = [b"[1]", b"3", b"null", b'{"step": null}', b'{"step": 1e999}', b"\xff\xfe", b'{"st']
+    path.write_bytes(b"\n".join([*steps, *others]))
+    assert read_last_step(path) == 9
+    assert [line["loss"] for line in read_metrics(path, 2)] == [2.0, 1.0]
+    MetricsFile(path, 2)
+    assert path.read_bytes().splitlines() == steps[:2]

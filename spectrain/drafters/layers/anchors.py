@@ -199,12 +199,12 @@ def block_attention(
         torch.arange(1, slots + 1, device=q.device).repeat(count),
     )
     attended = attend_chunks(
-        (q, k, v), context, _iterate_chunks(anchors, slots), last_and_depth, causal, window
+        (q, k, v), context, iterate_chunks(anchors, slots), last_and_depth, causal, window
     )
     return attended[0].unflatten(1, (count, slots)).transpose(0, 1)
 
 
-def _iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
+def iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
     """Yield ranges of slots of one document, few enough for one mask, with the tokens that they
     may see.
     """
@@ -217,6 +217,21 @@ def _iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
             end = min(begin + size, first + count)
             yield slice(begin * slots, end * slots), slice(starts[begin], indices[end - 1])
         first += count
+
+
+def mean_chunk_keys(count: float, slots: int, length: float) -> float:
+    """Return the mean number of keys of a slot in the chunks of a document of `length` tokens,
+    whose `count` anchors are evenly spaced: the tokens before the chunk's last anchor, and the
+    chunk's own slots.
+    """
+    size = max(1, CHUNK_SLOTS // slots)
+    total = 0.0
+    begin = 0.0
+    while begin < count:
+        end = min(begin + size, count)
+        total += (end - begin) * (length * end / count + (end - begin) * slots)
+        begin = end
+    return total / count if count else 0.0
 
 
 def make_flex_mask(

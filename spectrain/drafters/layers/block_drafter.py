@@ -29,7 +29,7 @@ from spectrain.models.weight_block import BlockLinear, WeightBlock
 from spectrain.trees.rollout import Draft, Rollout
 
 from ..step_cost import BatchShape, Run, StepCost
-from .anchors import Anchors, SharedAnchors, sample_anchors
+from .anchors import Anchors, SharedAnchors, mean_chunk_keys, sample_anchors
 from .fused_input import FusedDrafter, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates
 from .llama_layer import (
@@ -235,8 +235,17 @@ class BlockDrafter(FusedDrafter):
         """Return the cost of the layers over the slots of the blocks after the sampled anchors."""
         anchors = min(batch.supervised, batch.texts * self.num_anchors)
         slots = anchors * self.block_size
+        context = [
+            linear for layer in self._block_layers for linear in layer.self_attn.key_value_linears
+        ]
         runs = [
-            Run(self.blocks, slots, batch.length / 2 + self.block_size),
+            Run(
+                self.blocks,
+                slots,
+                batch.length / 2 + self.block_size,
+                chunk_keys=mean_chunk_keys(anchors / batch.texts, self.block_size, batch.length),
+            ),
+            Run(nn.ModuleList(context), batch.tokens, 0),
             Run(self.fc, batch.tokens, 0),
         ]
         return StepCost(runs, self.judged_rows(batch, anchors * self.num_drafts))

@@ -138,6 +138,11 @@ class Attention(WeightBlock):
         """Return the linears that read the inputs."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
+    @property
+    def key_value_linears(self) -> list[nn.Linear]:
+        """The linears that project a context to keys and values."""
+        return [self.k_proj, self.v_proj]
+
     @torch.no_grad()
     def init_self(self, strength: float = 1.2) -> None:
         """Initialise half of the query heads of every key head as that key head, so that positions

@@ -55,6 +55,7 @@ class LowRankDrafter(BlockDrafter):
             cost.judged,
             copies=max(2, cost.judged.copies),
             width=target.width + self.readout.in_features,
+            is_trained=True,
         )
         return replace(cost, judged=judged)
 

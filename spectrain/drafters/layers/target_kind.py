@@ -75,6 +75,10 @@ class LatentAttention(Attention):
         first = self.q_proj if self.query_rank is None else self.q_a_proj
         return [first, self.kv_a_proj_with_mqa]
 
+    @property
+    def key_value_linears(self) -> list[nn.Linear]:
+        return [self.kv_a_proj_with_mqa, self.kv_b_proj]
+
     def init_self(self, strength: float = 1.2) -> None:
         """Leave the weights random: no linear gives the keys alone."""
 

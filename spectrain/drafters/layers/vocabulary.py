@@ -73,10 +73,14 @@ class VocabularyDrafter(Drafter):
         # On a CPU the gradient of a trained output layer takes a transposed copy of the logits'
         # gradient, after the labels' logits are gone.
         is_trained = any(
-            name.rpartition(".")[2] in OUTPUT_LAYERS for name, _ in self.named_modules()
+            name.rpartition(".")[2] in OUTPUT_LAYERS
+            and any(parameter.requires_grad for parameter in module.parameters())
+            for name, module in self.named_modules()
         )
         copies = 2 if labels or is_trained else 1
-        return Judged(rows, len(self.d2t), labels, copies=copies, layers=layers)
+        return Judged(
+            rows, len(self.d2t), labels, copies=copies, layers=layers, is_trained=is_trained
+        )
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
         """Set the draft vocabulary to the most frequent tokens, and return their ids [V]."""

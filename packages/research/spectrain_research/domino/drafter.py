@@ -96,7 +96,9 @@ class Domino(LowRankDrafter):
             Run(self.prefix_gru, slots, 0, extra=target.width),
             Run(self.embed_proj[0], cost.judged.rows, 0, extra=target.width),
         ]
-        return replace(cost, runs=runs, judged=replace(cost.judged, layers=2))
+        # Two products with DFlash's own output layer, which has no gradient.
+        judged = replace(cost.judged, other_rows=2 * cost.judged.rows)
+        return replace(cost, runs=runs, judged=judged)
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the cross-entropies of the corrected logits and of DFlash's own."""

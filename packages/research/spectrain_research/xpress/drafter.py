@@ -152,10 +152,24 @@ class XPress(LowRankDrafter):
         all passes.
         """
         cost = super().step_cost(target, batch)
+        refiner = self.refiner_head
         passes = 1 + self.consistency_passes
         slots = cost.judged.rows / self.num_drafts * self.block_size
-        run = Run(self.refiner_head, slots, 0, calls=passes, extra=3 * self.readout.in_features)
-        return replace(cost, runs=[*cost.runs, run], judged=replace(cost.judged, layers=passes + 1))
+        rank = self.readout.in_features
+        # Three inputs, what the mixer reads and returns, the activation and product of the
+        # feed-forward part instead of its result, and the gradient of the joint layer's input.
+        drafts = self.num_drafts / self.block_size
+        extra = 4 * rank + 2 * refiner.mlp_down.in_features + (target.width + rank) * drafts
+        layers = [refiner.in_proj, refiner.mlp_gate, refiner.mlp_up, refiner.mlp_down]
+        runs = [
+            *cost.runs,
+            Run(refiner.down_h, slots, 0),
+            Run(refiner.down_g, slots / self.block_size, 0),
+            Run(nn.ModuleList(layers), slots, 0, calls=passes, extra=extra),
+        ]
+        # Two products with DFlash's own output layer, which has no gradient.
+        judged = replace(cost.judged, layers=passes, other_rows=2 * cost.judged.rows)
+        return replace(cost, runs=runs, judged=judged)
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the losses of the corrected logits, of passes over the drafter's own drafts,

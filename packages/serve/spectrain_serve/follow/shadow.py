@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from spectrain.servers.errors import MALFORMED
+
 from .traffic import RecordedConversation
 from .upstream import UpstreamSwitch
 
@@ -44,7 +46,7 @@ class ShadowRequests:
             reply = client.post("/v1/chat/completions" if is_chat else "/v1/completions", json=body)
             choice = reply.json()["choices"][0]
             return str(choice["message"]["content"] if is_chat else choice["text"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
+        except (httpx.HTTPError, *MALFORMED):
             return None
 
     @staticmethod

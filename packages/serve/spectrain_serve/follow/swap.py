@@ -22,6 +22,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
+from spectrain.servers.errors import MALFORMED
 from spectrain.servers.ports import find_free_port
 from spectrain.servers.settings import EngineSettings
 
@@ -201,7 +202,7 @@ class DrafterSwapper:
             path = (
                 self.starter.active_drafter_path(reply.json()) if reply.status_code == 200 else None
             )
-        except (httpx.HTTPError, ValueError, TypeError, AttributeError):
+        except (httpx.HTTPError, *MALFORMED):
             return None
         return None if path is None else Path(path)
 
