@@ -189,7 +189,7 @@ def read_block_network(gguf: Path, *arguments: Any, **options: Any) -> Any:
     network loader.
     """
     check_memory(str(gguf), gguf.stat().st_size)
-    network = load_block_network(gguf, "target.quantization", options["dtype"])
+    network = load_block_network(gguf, "target", options["dtype"])
     network.config._attn_implementation = options["attn_implementation"]
     return network
 

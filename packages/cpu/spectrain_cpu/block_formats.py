@@ -9,6 +9,10 @@ A panel begins with the integers of its blocks. 16 outputs by two inputs are a v
 vectors 4 j to 4 j + 3; further bits, and integers of eight bits, follow in lines of their own. Then
 come the scales of all groups, 16 numbers after each other: float16 scales, float16 minima, and in
 the types with groups of eight blocks the small integers by which these are multiplied.
+
+The low byte of a word has bits of the vectors 4 j and 4 j + 1, and its high byte those of the
+vectors 4 j + 2 and 4 j + 3, whatever the type. So a mask takes 64 integers in bytes out of a line,
+and those of the four bytes of an output are the inputs 0, 4, 1 and 5, or 2, 6, 3 and 7, of eight.
 """
 
 from __future__ import annotations
@@ -169,24 +173,44 @@ def pack_panels(content: Tensor, width: int, block_format: BlockFormat, out: Ten
 def _pack(parts: BlockParts, block_format: BlockFormat, out: Tensor) -> None:
     panels = len(out)
     blocks = parts.integers.shape[1] // BLOCK
-    # [P, outputs, B, lines, vectors of a line, inputs of a vector]
-    per_line = VECTORS * block_format.low_bits // 16
-    lines = parts.integers.view(panels, COLUMNS, blocks, VECTORS, 2)
-    lines = lines.permute(0, 2, 3, 1, 4).contiguous()  # [P, B, 16, outputs, 2]
+    # [P, outputs, B, vectors, inputs of a vector]
+    vectors = parts.integers.view(panels, COLUMNS, blocks, VECTORS, 2)
+    vectors = vectors.permute(0, 2, 3, 1, 4).contiguous()  # [P, B, 16, outputs, 2]
     end = blocks * block_format.block_bytes
     integers = out[:, :end].view(panels, blocks, block_format.block_bytes)
     if block_format.low_bits == 8:
-        words = lines.view(panels, blocks, 8, 2, COLUMNS, 2)
-        _as_words(integers).copy_(_join_fields(words, 8).flatten(2))
+        _as_words(integers).copy_(_join_fields(_order_fields(vectors, 8), 8).flatten(2))
     else:
-        words = (lines & 15).view(panels, blocks, per_line, 4, COLUMNS, 2)
+        words = (vectors & 15).view(panels, blocks, 4, 4, COLUMNS, 2)
         low = _join_fields(words, 4).flatten(2)
         _as_words(integers)[..., : low.shape[-1]].copy_(low)
         bits = block_format.high_bits
         if bits:
-            words = (lines >> 4).view(panels, blocks, bits, VECTORS // bits, COLUMNS, 2)
+            words = _order_fields(vectors >> 4, bits)
             _as_words(integers)[..., low.shape[-1] :].copy_(_join_fields(words, bits).flatten(2))
     _pack_scales(parts, block_format, out[:, end:])
+
+
+def _order_fields(vectors: Tensor, bits: int) -> Tensor:
+    """Return vectors [P, B, 16, ..] by the lines and fields that hold so many bits of them, [P, B,
+    lines, fields, ..]: the fields of a low byte, and then those of a high one.
+    """
+    panels, blocks, _, *rest = vectors.shape
+    if bits == 8:
+        # [.., lines of four bits, bytes, fields of a byte]
+        return vectors.view(panels, blocks, 4, 2, 2, *rest).transpose(3, 4).flatten(2, 3)
+    fours = vectors.view(panels, blocks, bits, 4 // bits, 2, 2, *rest)
+    return fours.transpose(3, 4).flatten(3, 5)
+
+
+def _restore_order(fields: Tensor, bits: int) -> Tensor:
+    """Return the vectors [P, B, 16, ..] of lines and fields, the inverse of `_order_fields`."""
+    panels, blocks, _, _, *rest = fields.shape
+    if bits == 8:
+        bytes_last = fields.reshape(panels, blocks, 4, 2, 2, *rest)
+        return bytes_last.transpose(3, 4).reshape(panels, blocks, VECTORS, *rest)
+    by_byte = fields.reshape(panels, blocks, bits, 2, 4 // bits, 2, *rest)
+    return by_byte.transpose(3, 4).reshape(panels, blocks, VECTORS, *rest)
 
 
 def _as_words(content: Tensor) -> Tensor:
@@ -249,13 +273,15 @@ def _unpack_integers(lines: Tensor, block_format: BlockFormat) -> Tensor:
     words = _as_words(lines)
     if block_format.low_bits == 8:
         fields = lines.view(torch.int8).view(count, blocks, 8, COLUMNS, 2, 2).movedim(-1, 3)
+        vectors = _restore_order(fields, 8)
     else:
         low_words = 4 * COLUMNS * 2
         fields = _split_fields(words[..., :low_words], 4)
+        vectors = fields.reshape(count, blocks, VECTORS, COLUMNS, 2)
         bits = block_format.high_bits
         if bits:
-            fields = fields | (_split_fields(words[..., low_words:], bits).view_as(fields) << 4)
-    vectors = fields.reshape(count, blocks, VECTORS, COLUMNS, 2)
+            high = _split_fields(words[..., low_words:], bits)
+            vectors = vectors | (_restore_order(high, bits) << 4)
     return vectors.permute(0, 3, 1, 2, 4).reshape(count, COLUMNS, blocks * BLOCK).float()
 
 

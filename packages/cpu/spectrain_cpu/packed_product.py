@@ -28,9 +28,7 @@ of a processor, one of 4,096 takes 0.1.
 def pack_panels(*weights: Tensor) -> Any:
     """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
     bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
-    None where they do not serve. Weights in the blocks of a GGUF file are multiplied there."""
-    if isinstance(weights[0], BlockWeight):
-        return join_blocks(weights)
+    None where they do not serve."""
     outputs = sum(map(len, weights))
     chunk = find_panel_chunk(weights[0].dtype, outputs, weights[0].shape[1])
     if chunk is None:
@@ -40,9 +38,10 @@ def pack_panels(*weights: Tensor) -> Any:
     return WeightPanels(weights[0] if len(weights) == 1 else torch.cat(weights), chunk)
 
 
-def join_blocks(weights: Sequence[Tensor]) -> Any:
-    """Return the product with weights in blocks, below each other; None where one is in no
-    blocks, or there are no kernels for them.
+def join_blocks(weights: Sequence[Tensor], low_precision: bool) -> Any:
+    """Return the product with weights in the blocks of a GGUF file, below each other; None where
+    one is in no blocks, or there are no kernels for them. With `low_precision` rows are rounded to
+    8 bits.
     """
     stores = [weight.store for weight in weights if isinstance(weight, BlockWeight)]
     if len(stores) < len(weights) or not has_block_kernels():
@@ -50,7 +49,7 @@ def join_blocks(weights: Sequence[Tensor]) -> Any:
     from .block_products import BlockPanels, BlockProduct
 
     panels = [store for store in stores if isinstance(store, BlockPanels)]
-    return BlockProduct(panels) if len(panels) == len(stores) else None
+    return BlockProduct(panels, low_precision) if len(panels) == len(stores) else None
 
 
 def allocate_blocks(outputs: int, width: int, tensor_type: Any) -> Any:

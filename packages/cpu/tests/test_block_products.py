@@ -107,6 +107,58 @@ def test_products_equal_the_dequantised_weights(tensor_type: Type, width: int) -
         assert torch.equal(panels.product(x[:rows]), every[:rows])
 
 
+@pytest.mark.skipif(
+    available.has_block_kernels() and not block_products.has_fused_words(),
+    reason="rows of 8 bits need VNNI",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensor_type", TYPES, ids=lambda kind: kind.name)
+def test_rows_of_eight_bits_are_rounded_by_the_largest_of_32(
+    tensor_type: Type, dtype: torch.dtype
+) -> None:
+    panels, values = make_weights(tensor_type, 80, 512)
+    x = torch.randn(9, 512, generator=torch.Generator().manual_seed(1))
+    x[:, 40] *= 100
+    x[5] = 0
+    x = x.to(dtype)
+    blocks = x.double().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    rounded = (blocks / scales.clamp(min=1e-30)).round() * scales
+    exact = rounded.flatten(-2) @ values.T
+    product = BlockProduct([panels], low_precision=True)
+    every = product.product(x)
+    # A number near the middle between two integers may be rounded to either.
+    middle = ((blocks / scales.clamp(min=1e-30)) % 1 - 0.5).abs() < 1e-4
+    unsure = (middle * scales).flatten(-2) @ values.abs().T
+    bound = unsure + SUMMING * 128 * (x.double().abs() @ values.abs().T)
+    bound += 2.0**-8 * exact.abs() if dtype == torch.bfloat16 else 0
+    assert ((every - exact).abs() <= bound).all()
+    assert (every[5] == 0).all()
+    for rows in (1, 2, 8):
+        assert torch.equal(product.product(x[:rows]), every[:rows])
+    assert not torch.equal(panels.product(x), every)
+
+
+def test_rows_of_eight_bits_that_are_not_finite() -> None:
+    panels, _ = make_weights(Type.Q4_K, 16, 256)
+    x = torch.ones(4, 256)
+    x[1, 3] = torch.inf
+    x[2, 255] = torch.nan
+    product = BlockProduct([panels], low_precision=True).product(x)
+    assert product[1:3].isnan().all()
+    assert product[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("tensor_type", TYPES, ids=lambda kind: kind.name)
+def test_first_rows_share_the_memory(tensor_type: Type) -> None:
+    panels, _ = make_weights(tensor_type, 80, 256)
+    first = panels.first_rows(40)
+    assert first.shape == (48, 256)
+    assert first.content.data_ptr() == panels.content.data_ptr()
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(first.product(x), panels.product(x)[:, :48])
+
+
 @pytest.mark.parametrize("width", [32, 96, 160])
 @pytest.mark.parametrize(
     "tensor_type", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0], ids=lambda kind: kind.name
@@ -196,7 +248,7 @@ def test_instructions_of_every_processor_have_the_same_bits(products: str) -> No
 
     @numba.njit
     def run(x: int, records: int, panel: int, out: int) -> None:
-        round_rows(to_floats(x), 1, 64, records)
+        round_rows(to_floats(x), 1, 64, RECORD_BYTES, records)
         multiply(1, records, panel, 2, out, panel, 0)
 
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
