@@ -83,8 +83,8 @@ class Causal(Drafter):
         # null trains no such head.
         stop_head: int | None = None,
         # How the weights of a .gguf file in drafter.model lie in memory: gguf keeps its blocks,
-        # which draft on a CPU, none makes them dense, and auto keeps them where the target's are
-        # kept. Training makes them dense.
+        # which draft on a CPU from inputs in 8 bits, none makes them dense, and auto keeps them
+        # where the target's are kept. Training makes them dense.
         quantization: Literal["auto", "gguf", "none"] = "auto",
         # Number of tokens that may be drafted, those with the lowest ids, which tokenizers give to
         # frequent tokens; the output layer computes no others. Null drafts all; training ignores

@@ -238,10 +238,10 @@ def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
     return network.eval()
 
 
-def load_block_network(gguf: Path, group: str, dtype: torch.dtype) -> Any:
+def load_block_network(gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool) -> Any:
     """Return the causal LM of a GGUF file whose large weights stay in their blocks in memory; the
-    others have a type. A UserError, which begins with a setting of `group`, says where no installed
-    package multiplies blocks here.
+    others have a type. With `in_bytes` the inputs of products are rounded to 8 bits. A UserError,
+    which begins with a setting of `group`, says where no installed package multiplies blocks here.
     """
     from .gguf_header import read_gguf_header
     from .gguf_weights import (
@@ -264,7 +264,7 @@ def load_block_network(gguf: Path, group: str, dtype: torch.dtype) -> Any:
             f"{group}.quantization=gguf: no installed package multiplies the blocks of "
             f"{gguf.name} on this processor; leave it out"
         )
-    load_block_weights(header, network, dtype, f"{group}.model")
+    load_block_weights(header, network, dtype, in_bytes, f"{group}.model")
     return network.eval()
 
 

@@ -204,9 +204,12 @@ def read_weights(
             progress.advance(piece.values.nbytes)
 
 
-def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key: str) -> None:
+def load_block_weights(
+    header: GgufHeader, network: Any, dtype: torch.dtype, in_bytes: bool, key: str
+) -> None:
     """Give an empty network the weights of a file: those that an installed package multiplies as
-    they are stay in their blocks, and the others have a type.
+    they are stay in their blocks, and the others have a type. With `in_bytes` the inputs of
+    products are rounded to 8 bits.
     """
     stored = match_tensors(header, network, key)
     processor = find_processor(header, network)
@@ -218,7 +221,7 @@ def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key
     ):
 
         def read(name: str) -> nn.Parameter | None:
-            store = read_blocks(file.fileno(), stored[name], processor)
+            store = read_blocks(file.fileno(), stored[name], processor, in_bytes)
             if store is None:
                 return None
             return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
@@ -236,14 +239,17 @@ def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key
     network.tie_weights()
 
 
-def read_blocks(file: int, tensor: StoredTensor, processor: Any) -> BlockStore | None:
+def read_blocks(
+    file: int, tensor: StoredTensor, processor: Any, in_bytes: bool
+) -> BlockStore | None:
     """Return the blocks of a tensor in the order of the model, as an installed package multiplies
     them; None where none does.
     """
     if len(tensor.shape) != 2:
         return None
     outputs, width = tensor.shape
-    store: BlockStore | None = run_on_cpu("allocate_blocks", outputs, width, tensor.tensor_type)
+    shape = outputs, width
+    store: BlockStore | None = run_on_cpu("allocate_blocks", *shape, tensor.tensor_type, in_bytes)
     if store is None:
         return None
     row_bytes = tensor.num_bytes // outputs

@@ -38,10 +38,9 @@ def pack_panels(*weights: Tensor) -> Any:
     return WeightPanels(weights[0] if len(weights) == 1 else torch.cat(weights), chunk)
 
 
-def join_blocks(weights: Sequence[Tensor], low_precision: bool) -> Any:
+def join_blocks(weights: Sequence[Tensor]) -> Any:
     """Return the product with weights in the blocks of a GGUF file, below each other; None where
-    one is in no blocks, or there are no kernels for them. With `low_precision` rows are rounded to
-    8 bits.
+    one is in no blocks, or there are no kernels for them.
     """
     stores = [weight.store for weight in weights if isinstance(weight, BlockWeight)]
     if len(stores) < len(weights) or not has_block_kernels():
@@ -49,18 +48,19 @@ def join_blocks(weights: Sequence[Tensor], low_precision: bool) -> Any:
     from .block_products import BlockPanels, BlockProduct
 
     panels = [store for store in stores if isinstance(store, BlockPanels)]
-    return BlockProduct(panels, low_precision) if len(panels) == len(stores) else None
+    return BlockProduct(panels) if len(panels) == len(stores) else None
 
 
-def allocate_blocks(outputs: int, width: int, tensor_type: Any) -> Any:
+def allocate_blocks(outputs: int, width: int, tensor_type: Any, in_bytes: bool) -> Any:
     """Return a store of weights [O, K] in the blocks of a GGUF file, without values; None where
-    there are no kernels for this type, this width or this machine.
+    there are no kernels for this type, this width or this machine. With `in_bytes` inputs are
+    rounded to 8 bits, where the processor multiplies these.
     """
     if count_block_bytes(outputs, width, tensor_type) is None:
         return None
     from .block_products import BlockPanels
 
-    return BlockPanels.allocate(outputs, width, tensor_type)
+    return BlockPanels.allocate(outputs, width, tensor_type, in_bytes)
 
 
 def count_block_bytes(outputs: int, width: int, tensor_type: Any) -> int | None:

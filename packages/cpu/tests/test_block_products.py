@@ -15,9 +15,10 @@ pytestmark = pytest.mark.skipif(
     not available.has_block_kernels(), reason="the kernels need Numba and AVX2"
 )
 if available.has_block_kernels():
-    from spectrain_cpu import block_products
+    from spectrain_cpu import block_rows, block_tiles, vectors
     from spectrain_cpu.block_formats import BLOCK, FORMATS
-    from spectrain_cpu.block_products import RECORD_BYTES, BlockPanels, BlockProduct
+    from spectrain_cpu.block_products import BlockPanels, BlockProduct
+    from spectrain_cpu.block_rows import RECORD_BYTES
 else:
     FORMATS = {}
 
@@ -60,17 +61,19 @@ def random_rows(tensor_type: Type, outputs: int, width: int, seed: int = 0) -> T
     return content
 
 
-def pack(content: Tensor, width: int, tensor_type: Type) -> "BlockPanels":
-    panels = BlockPanels.allocate(len(content), width, tensor_type)
+def pack(content: Tensor, width: int, tensor_type: Type, in_bytes: bool = False) -> "BlockPanels":
+    panels = BlockPanels.allocate(len(content), width, tensor_type, in_bytes)
     panels.store_rows(0, content)
     return panels
 
 
-def make_weights(tensor_type: Type, outputs: int, width: int) -> tuple["BlockPanels", Tensor]:
+def make_weights(
+    tensor_type: Type, outputs: int, width: int, in_bytes: bool = False
+) -> tuple["BlockPanels", Tensor]:
     """Return panels, and their values as float64."""
     content = random_rows(tensor_type, outputs, width)
     values = dequantize(content.flatten(), tensor_type).view(outputs, width)
-    return pack(content, width, tensor_type), values.double()
+    return pack(content, width, tensor_type, in_bytes), values.double()
 
 
 def largest_error(x: Tensor, values: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def test_products_equal_the_dequantised_weights(tensor_type: Type, width: int) -
 
 
 @pytest.mark.skipif(
-    available.has_block_kernels() and not block_products.has_fused_words(),
+    available.has_block_kernels() and not block_tiles.has_fused_words(),
     reason="rows of 8 bits need VNNI",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -116,7 +119,7 @@ def test_products_equal_the_dequantised_weights(tensor_type: Type, width: int) -
 def test_rows_of_eight_bits_are_rounded_by_the_largest_of_32(
     tensor_type: Type, dtype: torch.dtype
 ) -> None:
-    panels, values = make_weights(tensor_type, 80, 512)
+    panels, values = make_weights(tensor_type, 80, 512, in_bytes=True)
     x = torch.randn(9, 512, generator=torch.Generator().manual_seed(1))
     x[:, 40] *= 100
     x[5] = 0
@@ -125,8 +128,7 @@ def test_rows_of_eight_bits_are_rounded_by_the_largest_of_32(
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     rounded = (blocks / scales.clamp(min=1e-30)).round() * scales
     exact = rounded.flatten(-2) @ values.T
-    product = BlockProduct([panels], low_precision=True)
-    every = product.product(x)
+    every = panels.product(x)
     # A number near the middle between two integers may be rounded to either.
     middle = ((blocks / scales.clamp(min=1e-30)) % 1 - 0.5).abs() < 1e-4
     unsure = (middle * scales).flatten(-2) @ values.abs().T
@@ -135,16 +137,16 @@ def test_rows_of_eight_bits_are_rounded_by_the_largest_of_32(
     assert ((every - exact).abs() <= bound).all()
     assert (every[5] == 0).all()
     for rows in (1, 2, 8):
-        assert torch.equal(product.product(x[:rows]), every[:rows])
-    assert not torch.equal(panels.product(x), every)
+        assert torch.equal(panels.product(x[:rows]), every[:rows])
+    assert not torch.equal(make_weights(tensor_type, 80, 512)[0].product(x), every)
 
 
 def test_rows_of_eight_bits_that_are_not_finite() -> None:
-    panels, _ = make_weights(Type.Q4_K, 16, 256)
+    panels, _ = make_weights(Type.Q4_K, 16, 256, in_bytes=True)
     x = torch.ones(4, 256)
     x[1, 3] = torch.inf
     x[2, 255] = torch.nan
-    product = BlockProduct([panels], low_precision=True).product(x)
+    product = panels.product(x)
     assert product[1:3].isnan().all()
     assert product[[0, 3]].isfinite().all()
 
@@ -235,16 +237,16 @@ def test_zeros_and_numbers_that_are_not_finite() -> None:
 @pytest.mark.parametrize("products", ["fused", "wide", "narrow"])
 def test_instructions_of_every_processor_have_the_same_bits(products: str) -> None:
     is_supported = {
-        "fused": block_products.has_fused_words(),
-        "wide": block_products.has_wide_words(),
+        "fused": block_tiles.has_fused_words(),
+        "wide": block_tiles.has_wide_words(),
         "narrow": True,
     }
     if not is_supported[products]:
         pytest.skip("this processor lacks the instructions")
     panels, _ = make_weights(Type.Q5_0, 16, 64)
-    multiply = block_products.make_multiply(panels.block_format, products, 1)
-    round_rows = block_products.round_rows
-    to_floats = block_products.to_floats
+    multiply = block_tiles.make_multiply(panels.block_format, products, 1)
+    round_rows = block_rows.round_rows
+    to_floats = vectors.to_floats
 
     @numba.njit
     def run(x: int, records: int, panel: int, out: int) -> None:

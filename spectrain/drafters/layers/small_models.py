@@ -197,8 +197,8 @@ def load_model_files(
     path: str, blocks_dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a model in float32 and its tokenizer, from a directory, a GGUF file, which may have a
-    name here, or the hub. With `blocks_dtype` the weights of a GGUF file stay in their blocks, and
-    all else has that type.
+    name here, or the hub. With `blocks_dtype` the weights of a GGUF file stay in their blocks,
+    which are multiplied by inputs in 8 bits, and all else has that type.
     """
     if names_gguf_file(path):
         gguf = Path(locate_model(path, "drafter.model")).expanduser()
@@ -206,7 +206,7 @@ def load_model_files(
         if blocks_dtype is None:
             network = load_gguf_network(gguf, "drafter.model", torch.float32)
         else:
-            network = load_block_network(gguf, "drafter", blocks_dtype)
+            network = load_block_network(gguf, "drafter", blocks_dtype, in_bytes=True)
         return network, AutoTokenizer.from_pretrained(settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -193,7 +193,7 @@ class PackedWeights:
         dtype = weights[0].dtype
         panels: Panels | None = None
         if self._are_blocks:
-            panels = run_on_cpu("join_blocks", weights, self.low_precision)
+            panels = run_on_cpu("join_blocks", weights)
         elif self.packed_dtype == dtype and not (self.low_precision and dtype == torch.float32):
             panels = run_on_cpu("pack_panels", *weights)
         return panels
