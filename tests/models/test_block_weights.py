@@ -22,6 +22,7 @@ from spectrain.models.block_weights import BlockWeight, has_block_weights
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.fast import speed_up_linears
 from spectrain.models.fingerprint import hash_target
+from spectrain.models.gguf_blocks import MappedRows
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
@@ -154,6 +155,19 @@ def test_texts_are_those_of_generate(gguf_file: Path, dtype: str) -> None:
         if dtype == "float32":
             with reference_model(dense) as model:
                 assert text == generate(model, prompt, 16, frozenset())
+
+
+@needs_kernels
+def test_an_embedding_that_is_only_looked_up_stays_in_the_file(gguf_file: Path) -> None:
+    target = load_hf(str(gguf_file), quantization="gguf")
+    weight: Any = target.head.embedding.weight
+    assert isinstance(weight.store, MappedRows)
+    states = torch.randn(2, weight.shape[1], dtype=weight.dtype)
+    dense = weight.dense()
+    assert torch.equal(F.linear(states, weight), F.linear(states, dense))
+    assert torch.equal(weight.first_rows(7).dense(), dense[:7])
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        weight.store.store_rows(0, weight.content)
 
 
 @needs_kernels

@@ -389,7 +389,8 @@ def cut_output(linear: nn.Linear, count: int) -> nn.Linear:
     if linear.bias is not None:
         cut.bias = nn.Parameter(linear.bias.detach()[: len(weight)], requires_grad=False)
     if is_packed(linear):
-        pack_linears(cut, linear.forward.weights.low_precision)
+        forward: Any = linear.forward
+        pack_linears(cut, forward.weights.low_precision)
     return cut
 
 
