@@ -16,7 +16,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines models test-models llama-cpp openvino side-by-side lint docs clean
+.PHONY: help install demo demo-coder follow-demo test test-core test-full test-newest test-oldest test-engines models test-models llama-cpp openvino side-by-side lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +26,11 @@ install: .venv/installed  ## create .venv with everything, the default target's 
 demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M and measure its speedup: eight minutes
 	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=3.5 eval.max_minutes=2.25 \
 	  eval.baselines=[own,shipped,untrained,fixed] eval.show_answer=true eval.serve_in=auto
+
+CODE :=
+
+demo-coder: install models  ## draft for Qwen2.5-Coder 1.5B in 4 bits with the 0.5B, and with CODE=DIR from your own code: ten minutes
+	$(BIN)/python -m lab.benchmarks.coder_pair code="$(CODE)"
 
 follow-demo: install  ## simulate a day of changing traffic: notice it, train, prove and swap a drafter: ten minutes
 	$(BIN)/python -m lab.benchmarks.follow_day

@@ -8,17 +8,23 @@ frontier nodes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
-from spectrain.drafters.layers.small_models import SmallModelDrafter
+from spectrain.drafters.layers.small_models import (
+    SmallModelDrafter,
+    make_small_model,
+    names_gguf_file,
+)
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, split_rows
+from spectrain.models.block_weights import has_block_weights
+from spectrain.models.fast import cut_output
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
@@ -122,6 +128,14 @@ class Causal(SmallModelDrafter):
         # Number of hidden layers of a head that predicts whether a token is accepted (SpecDec++);
         # null trains no such head.
         stop_head: int | None = None,
+        # How the weights of a .gguf file in drafter.model lie in memory: gguf keeps its blocks,
+        # which draft on a CPU from inputs in 8 bits, none makes them dense, and auto keeps them
+        # where the target's are kept. Training makes them dense.
+        quantization: Literal["auto", "gguf", "none"] = "auto",
+        # Number of tokens that may be drafted, those with the lowest ids, which tokenizers give to
+        # frequent tokens; the output layer computes no others. Null drafts all; training ignores
+        # it.
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         if not 0 < beta < 1:
@@ -134,9 +148,21 @@ class Causal(SmallModelDrafter):
         self.divergence = loss
         self.beta = beta
         self.loss_temperature = loss_temperature
-        self.add_model(target, num_layers, model, architecture)
+        self.model_name = model
+        keep_blocks = keeps_blocks(target, model, quantization)
+        self.add_model(target, num_layers, model, architecture, keep_blocks)
         self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
+        if vocab_size is not None and vocab_size < 1:
+            raise UserError(f"drafter.vocab_size={vocab_size}: use 1 or more")
+        self.num_drafted = min(self.vocab_size, vocab_size or self.vocab_size)
+        # The output layer of these tokens alone, which is no part of the drafter's weights.
+        self.draft_outputs: list[nn.Linear] = []
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Load weights that lie in blocks anew, because training changes them."""
+        if has_block_weights(self.model):
+            self.model = make_small_model(target, None, self.model_name, None)
 
     # Training
 
@@ -207,6 +233,37 @@ class Causal(SmallModelDrafter):
         """Cut the cache to these lengths [B]."""
         assert self.cache is not None
         self.cache.crop(lengths)
+
+    def prepare_kernels(self) -> None:
+        """Cut the output layer to the tokens that are drafted, where these are not all."""
+        head = self.model.head
+        self.draft_outputs = []
+        if self.num_drafted < self.vocab_size:
+            self.draft_outputs = [cut_output(head.output, self.num_drafted)]
+
+    def log_q(self, final: Tensor) -> Tensor:
+        """Compute log q, [B, F, D] -> [B, F, V]."""
+        head = self.model.head
+        if self.draft_outputs:
+            logits = head.scale_and_cap(self.draft_outputs[0](final).float())
+        else:
+            logits = head.logits(final)
+        return logits[..., : self.num_drafted].log_softmax(-1)
+
+
+def keeps_blocks(target: Target, model: str | None, quantization: str) -> bool:
+    """Return whether the weights of a small model stay in the blocks of its GGUF file. Raise
+    UserError where that was asked of another source.
+    """
+    is_gguf = model is not None and names_gguf_file(model)
+    if quantization == "gguf" and not is_gguf:
+        raise UserError(
+            "drafter.quantization=gguf: drafter.model names no .gguf file; leave it out, or name "
+            "the file"
+        )
+    return is_gguf and (
+        quantization == "gguf" or (quantization == "auto" and has_block_weights(target.model))
+    )
 
 
 class _Nodes(Rollout):

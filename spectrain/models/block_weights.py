@@ -39,6 +39,9 @@ class BlockStore(Protocol):
     def all_values(self, dtype: torch.dtype) -> Tensor:
         """Return the values of all rows in a type, [O, K]."""
 
+    def first_rows(self, count: int) -> BlockStore:
+        """Return the first rows, at least `count`, in the same memory."""
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [.., K] times the weights plus the bias, [.., O]."""
 
@@ -96,6 +99,10 @@ class BlockWeight(Tensor):
         """Return rows [..] of the weight, [.., K]."""
         values = self.store.values(rows.flatten()).to(self.dtype)
         return values.view(*rows.shape, self.shape[1])
+
+    def first_rows(self, count: int) -> BlockWeight:
+        """Return the first rows of the weight, at least `count`, in the same memory."""
+        return BlockWeight(self.store.first_rows(count), self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

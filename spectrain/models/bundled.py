@@ -238,9 +238,10 @@ def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
     return network.eval()
 
 
-def load_block_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
+def load_block_network(gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool) -> Any:
     """Return the causal LM of a GGUF file whose large weights stay in their blocks in memory; the
-    others have a type. A UserError says where no installed package multiplies blocks here.
+    others have a type. With `in_bytes` the inputs of products are rounded to 8 bits. A UserError,
+    which begins with a setting of `group`, says where no installed package multiplies blocks here.
     """
     from .gguf_header import read_gguf_header
     from .gguf_weights import (
@@ -251,18 +252,19 @@ def load_block_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
     )
 
     header = read_gguf_header(gguf)
-    network = build_empty_network(AutoConfig.from_pretrained(convert_gguf(gguf, None)), dtype)
+    settings = convert_gguf(gguf, None, f"{group}.model")
+    network = build_empty_network(AutoConfig.from_pretrained(settings), dtype)
     if not is_read_here(header, network):
         raise UserError(
-            f"{key}=gguf: the weights of {gguf.name} are not the tensors of its file one by one; "
-            "leave it out"
+            f"{group}.quantization=gguf: the weights of {gguf.name} are not the tensors of its "
+            "file one by one; leave it out"
         )
     if not any(map(has_block_kernel, header.tensors)):
         raise UserError(
-            f"{key}=gguf: no installed package multiplies the blocks of {gguf.name} on this "
-            "processor; leave it out"
+            f"{group}.quantization=gguf: no installed package multiplies the blocks of "
+            f"{gguf.name} on this processor; leave it out"
         )
-    load_block_weights(header, network, dtype, "target.model")
+    load_block_weights(header, network, dtype, in_bytes, f"{group}.model")
     return network.eval()
 
 

@@ -35,7 +35,7 @@ from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.output.count_progress import CountProgress
 
 from .block_weights import BlockStore, BlockWeight
-from .gguf_blocks import dequantize
+from .gguf_blocks import MappedRows, dequantize
 from .gguf_header import GgufHeader, StoredTensor
 from .pretrained import ADVICE, describe_missing
 
@@ -204,12 +204,16 @@ def read_weights(
             progress.advance(piece.values.nbytes)
 
 
-def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key: str) -> None:
+def load_block_weights(
+    header: GgufHeader, network: Any, dtype: torch.dtype, in_bytes: bool, key: str
+) -> None:
     """Give an empty network the weights of a file: those that an installed package multiplies as
-    they are stay in their blocks, and the others have a type.
+    they are stay in their blocks, and the others have a type. With `in_bytes` the inputs of
+    products are rounded to 8 bits.
     """
     stored = match_tensors(header, network, key)
     processor = find_processor(header, network)
+    looked_up = find_embedding(network)
     total = sum(tensor.num_bytes for tensor in stored.values())
 
     with (
@@ -218,9 +222,14 @@ def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key
     ):
 
         def read(name: str) -> nn.Parameter | None:
-            store = read_blocks(file.fileno(), stored[name], processor)
-            if store is None:
+            tensor = stored[name]
+            if not has_block_kernel(tensor):
                 return None
+            store = (
+                MappedRows.open(header.path, tensor)
+                if name == looked_up
+                else read_blocks(file.fileno(), tensor, processor, in_bytes)
+            )
             return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
 
         weights = {}
@@ -236,16 +245,21 @@ def load_block_weights(header: GgufHeader, network: Any, dtype: torch.dtype, key
     network.tie_weights()
 
 
-def read_blocks(file: int, tensor: StoredTensor, processor: Any) -> BlockStore | None:
+def find_embedding(network: Any) -> str | None:
+    """Return the name of the embedding where it is looked up alone: no output layer shares it."""
+    weight = network.get_input_embeddings().weight
+    shared = network.get_output_embeddings()
+    if shared is not None and shared.weight is weight:
+        return None
+    return next(name for name, other in network.named_parameters() if other is weight)
+
+
+def read_blocks(file: int, tensor: StoredTensor, processor: Any, in_bytes: bool) -> BlockStore:
     """Return the blocks of a tensor in the order of the model, as an installed package multiplies
-    them; None where none does.
+    them.
     """
-    if len(tensor.shape) != 2:
-        return None
     outputs, width = tensor.shape
-    store: BlockStore | None = run_on_cpu("allocate_blocks", outputs, width, tensor.tensor_type)
-    if store is None:
-        return None
+    store: BlockStore = run_on_cpu("allocate_blocks", outputs, width, tensor.tensor_type, in_bytes)
     row_bytes = tensor.num_bytes // outputs
     is_moved = type(processor) is not TensorProcessor
     # What is moved is moved within a tensor.

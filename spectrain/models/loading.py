@@ -20,6 +20,7 @@ from spectrain.output.memory import available_memory
 
 from .architectures.masked import MASKED
 from .architectures.quantized import (
+    BLOCK_QUANTIZATIONS,
     DEQUANTIZED_METHODS,
     Quantization,
     cast_dequantized,
@@ -86,17 +87,21 @@ def prepare_gguf(
     what makes its network: `network`, which reads the weights of the directory, or one that keeps
     the file's blocks. What is no GGUF file stays as it is.
     """
+    keeps_blocks = quantization in BLOCK_QUANTIZATIONS
     if path.suffix != ".gguf":
-        if quantization == "gguf":
+        if keeps_blocks:
             raise UserError(
-                f"target.quantization=gguf: {model} is no .gguf file; leave it out, or name the "
-                "file"
+                f"target.quantization={quantization}: {model} is no .gguf file; leave it out, or "
+                "name the file"
             )
         return model, path, network
     reads_weights = network is load_network
-    if quantization == "gguf":
-        check_blocks(device)
-        network = partial(read_block_network if reads_weights else plan_block_network, path)
+    if keeps_blocks:
+        check_blocks(device, quantization)
+        if reads_weights:
+            network = partial(read_block_network, path, quantization == "gguf_int8")
+        else:
+            network = partial(plan_block_network, path)
         directory = convert_gguf(path, None)
     elif reads_weights:
         directory = prepare_dense_weights(path, device, dtype)
@@ -175,21 +180,21 @@ def build_meta_network(
         return select_auto_class(config).from_config(config, **options)
 
 
-def check_blocks(device: str) -> None:
+def check_blocks(device: str, quantization: Quantization | None) -> None:
     """Raise UserError where weights cannot stay in the blocks of a GGUF file."""
     if torch.device(device).type != "cpu":
         raise UserError(
-            f"target.quantization=gguf: blocks are multiplied on a CPU, and the target is on "
-            f"{device}; leave it out, or use target.device=cpu"
+            f"target.quantization={quantization}: blocks are multiplied on a CPU, and the target "
+            f"is on {device}; leave it out, or use target.device=cpu"
         )
 
 
-def read_block_network(gguf: Path, *arguments: Any, **options: Any) -> Any:
+def read_block_network(gguf: Path, in_bytes: bool, *arguments: Any, **options: Any) -> Any:
     """Return the model of a GGUF file, whose weights stay in their blocks, with the arguments of a
-    network loader.
+    network loader. With `in_bytes` the inputs of products are rounded to 8 bits.
     """
     check_memory(str(gguf), gguf.stat().st_size)
-    network = load_block_network(gguf, "target.quantization", options["dtype"])
+    network = load_block_network(gguf, "target", options["dtype"], in_bytes)
     network.config._attn_implementation = options["attn_implementation"]
     return network
 
@@ -228,8 +233,9 @@ def load_hf(
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
     # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); gguf
-    # keeps those of a .gguf file in its blocks, on a CPU; null loads dense weights, or those of a
-    # checkpoint as they are stored.
+    # keeps those of a .gguf file in its blocks, on a CPU, and gguf_int8 also rounds the inputs of
+    # its products to 8 bits, as llama.cpp does; null loads dense weights, or those of a checkpoint
+    # as they are stored.
     quantization: Quantization | None = None,
     # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
     chat_template: str | None = None,
@@ -256,7 +262,8 @@ def load_hf(
     if path.suffix == ".gguf":
         name = name or (model if model in MODELS else path.stem)
     model, path, network = prepare_gguf(model, path, device, dtype, quantization, network)
-    check_path(model, path, reads_weights and quantization != "gguf")
+    keeps_blocks = quantization in BLOCK_QUANTIZATIONS
+    check_path(model, path, reads_weights and not keeps_blocks)
     if parts == "head":
         check_head_settings(sharding, quantization)
         network = build_empty_network if reads_weights else network
@@ -280,7 +287,7 @@ def load_hf(
             "dtype": weight_dtype,
             **hub,
         }
-        if reads_weights and parts == "all" and quantization != "gguf":
+        if reads_weights and parts == "all" and not keeps_blocks:
             options |= quantization_options(model, config, quantization, weight_dtype, device)
         with suggest_package(model, config, quantization):
             built = _build_network(network, model, config, device, sharding, options)

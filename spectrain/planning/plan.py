@@ -22,6 +22,7 @@ from spectrain.export.launches import describe_launches
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.files import require_writable, write_text
+from spectrain.models.architectures.quantized import BLOCK_QUANTIZATIONS
 from spectrain.models.bundled import type_name
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
@@ -208,7 +209,7 @@ def list_weight_notes(models: Models) -> list[str]:
         return [
             f"the target's weights are quantized ({name}) and are dequantized when they are loaded"
         ]
-    if name == "gguf":
+    if name in BLOCK_QUANTIZATIONS:
         return [
             "the target's weights are counted in the blocks of their file, and its others dense"
         ]
@@ -229,7 +230,7 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     """
     files = TargetFiles.from_settings(spec.target.node, with_weights=False)
     converted = files.converted_directory
-    keeps_blocks = spec.target.get("quantization") == "gguf"
+    keeps_blocks = spec.target.get("quantization") in BLOCK_QUANTIZATIONS
     if converted is None or keeps_blocks or (converted / "config.json").exists():
         return []
     dtype = files.weight_dtype

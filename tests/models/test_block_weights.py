@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import prepare_for_decoding
+from spectrain.drafters.causal import Causal
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.architectures.quantized import refuse_training
@@ -20,10 +22,12 @@ from spectrain.models.block_weights import BlockWeight, has_block_weights
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.fast import speed_up_linears
 from spectrain.models.fingerprint import hash_target
+from spectrain.models.gguf_blocks import MappedRows
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.planning.weights import count_weight_bytes
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.models.checkpoints import save_gguf_file
 
 
@@ -154,6 +158,101 @@ def test_texts_are_those_of_generate(gguf_file: Path, dtype: str) -> None:
 
 
 @needs_kernels
+def test_an_embedding_that_is_only_looked_up_stays_in_the_file(gguf_file: Path) -> None:
+    target = load_hf(str(gguf_file), quantization="gguf")
+    weight: Any = target.head.embedding.weight
+    assert isinstance(weight.store, MappedRows)
+    states = torch.randn(2, weight.shape[1], dtype=weight.dtype)
+    dense = weight.dense()
+    assert torch.equal(F.linear(states, weight), F.linear(states, dense))
+    assert torch.equal(weight.first_rows(7).dense(), dense[:7])
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        weight.store.store_rows(0, weight.content)
+
+
+@needs_kernels
+def test_texts_with_inputs_in_eight_bits_are_those_of_generate(gguf_file: Path) -> None:
+    target = load_hf(str(gguf_file), quantization="gguf_int8", dtype="bfloat16")
+    other = load_hf(str(gguf_file), quantization="gguf", dtype="bfloat16")
+    for prompt in ([5, 9, 2, 7], [8] * 40):
+        text = decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+        with reference_model(target) as model:
+            assert text == generate(model, prompt, 16, frozenset())
+    tokens = torch.randint(0, target.head.vocab_size, (2, 40))
+    with torch.inference_mode():
+        logits, expected = (model.model(tokens).logits for model in (target, other))
+    assert not torch.equal(logits, expected)
+    assert (logits - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+@pytest.fixture
+def drafting(gguf_file: Path) -> tuple[Target, Causal]:
+    target = load_hf(str(gguf_file), quantization="gguf")
+    return target, Causal(target, model=str(gguf_file))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tree", [Chain(3), Eagle2(3, 8)], ids=["chain", "tree"])
+def test_a_drafter_in_blocks_drafts_what_the_target_writes(
+    drafting: tuple[Target, Causal], tree: TreeBuilder
+) -> None:
+    """The drafter has the target's weights and rounds its inputs more, so it is often right."""
+    target, drafter = drafting
+    assert has_block_weights(drafter.model)
+    prepare_for_decoding(drafter, target)
+    target.pack_weights()
+    for prompt in ([5, 9, 2, 7], [11, 3], [8] * 40):
+        plain = decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0]
+        drafted = decode(target, [prompt], Greedy(), 16, drafter, tree, ignore_eos=True)[0]
+        assert drafted.output == plain.output
+        assert len(drafted.node_counts) < 0.75 * len(plain.node_counts)
+
+
+@needs_kernels
+def test_a_drafter_drafts_no_tokens_beyond_its_vocabulary(drafting: tuple[Target, Causal]) -> None:
+    target, every = drafting
+    few = Causal(target, model=every.model_name, vocab_size=100)
+    for drafter in (every, few):
+        prepare_for_decoding(drafter, target)
+    states = torch.randn(1, 2, every.model.width, dtype=target.dtype)
+    with torch.inference_mode():
+        cut = few.log_q(states)
+        full = every.log_q(states)[..., :100].log_softmax(-1)
+    assert cut.shape == (1, 2, 100)
+    assert torch.allclose(cut, full, atol=1e-5)
+    prompt = [5, 9, 2, 7]
+    plain = decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0]
+    drafted = decode(target, [prompt], Greedy(), 16, few, Chain(3), ignore_eos=True)[0]
+    assert drafted.output == plain.output
+
+
+@needs_kernels
+def test_training_makes_a_drafter_dense(drafting: tuple[Target, Causal]) -> None:
+    target, drafter = drafting
+    values = {name: weight.float() for name, weight in drafter.model.named_parameters()}
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    assert not has_block_weights(drafter.model)
+    for name, weight in drafter.model.named_parameters():
+        assert weight.requires_grad and weight.dtype == torch.float32
+        assert torch.allclose(weight, values[name], rtol=2**-8), name
+
+
+@needs_kernels
+def test_a_drafter_keeps_blocks_where_the_target_does(
+    drafting: tuple[Target, Causal], tmp_path: Path
+) -> None:
+    target, drafter = drafting
+    dense = load_hf(str(drafter.model_name))
+    assert not has_block_weights(Causal(dense, model=drafter.model_name).model)
+    assert has_block_weights(Causal(dense, model=drafter.model_name, quantization="gguf").model)
+    assert not has_block_weights(
+        Causal(target, model=drafter.model_name, quantization="none").model
+    )
+    with pytest.raises(UserError, match="drafter.quantization=gguf: drafter.model names no .gguf"):
+        Causal(target, num_layers=1, quantization="gguf")
+
+
+@needs_kernels
 def test_nothing_is_written_to_the_cache_but_settings(gguf_file: Path, cache: Path) -> None:
     load_hf(str(gguf_file), quantization="gguf")
     assert not list(cache.rglob("*.safetensors"))
@@ -177,7 +276,7 @@ def test_a_plan_knows_the_bytes_of_the_blocks(gguf_file: Path) -> None:
 @needs_kernels
 def test_what_needs_dense_weights_says_so(gguf_file: Path) -> None:
     target = load_hf(str(gguf_file), quantization="gguf")
-    with pytest.raises(UserError, match="cannot be trained; leave out target.quantization=gguf"):
+    with pytest.raises(UserError, match="cannot be trained; leave out target.quantization"):
         refuse_training("small", target.model, "lora")
 
 

@@ -1,16 +1,10 @@
 """Products of rows with quantised weights of GGUF files on a CPU, compiled by Numba: the integers
 are multiplied as they lie in memory, and never written in a wider type.
 
-Rows are rounded to 16 bits: 32 inputs share a scale, which is a power of two, so numbers of
-bfloat16 down to 1/128 of the largest of their 32 are exact. The products of a block are added as
-integers, in any order the same, and then scaled by the block's scale in float32; what the minima
+`block_rows` rounds the rows, and `block_tiles` multiplies them. The products of a block are added
+as integers, in any order the same, and then scaled by the block's scale in float32; what the minima
 add is the sum of the inputs times the minimum. So a result depends neither on the other rows nor on
 the number of threads, and differs from that of float32 weights by the rounding of the rows.
-
-A block is read and its integers are taken apart once for all rows of a tile. With AVX-512 an
-instruction adds 32 products (VNNI); elsewhere the same sums take two instructions, or four with
-AVX2. On an EPYC (Zen 4) the pairs of bfloat16 would take as many instructions, and their weights
-more work to take apart.
 
 Shapes: N rows, K input width, O output width, B blocks of 32 inputs. `block_formats` says how
 weights lie in memory.
@@ -24,29 +18,21 @@ from typing import Any
 
 import gguf
 import torch
-from llvmlite import ir
-from numba import carray, types
-from numba.core import cgutils
+from numba import carray
 from torch import Tensor
 
 from .available import has_block_kernels
-from .block_formats import BLOCK, COLUMNS, FORMATS, VECTORS, BlockFormat, pack_panels, unpack_panels
+from .block_formats import BLOCK, COLUMNS, FORMATS, BlockFormat, unpack_panels
+from .block_packing import pack_panels
+from .block_rows import BYTE_RECORD_BYTES, MAX_TILE_ROWS, RECORD_BYTES, round_rows, tile_rows
+from .block_tiles import has_fused_words, make_multiply
 from .linear import LINE, divide_panels
 from .team import MAX_MEMBERS, current_team, job_numbers, run_job
 from .vectors import (
-    LANES,
-    VECTOR,
-    WIDE,
-    WORD,
-    WORDS,
-    VectorBuilder,
     advance,
     compile_cached,
     compile_inline,
     compile_part,
-    emit_cases,
-    emit_fetch,
-    intrinsic,
     narrow,
     to_floats,
     to_halves,
@@ -54,287 +40,13 @@ from .vectors import (
     widen,
 )
 
-# Rows whose sums fit in the registers, of which AVX-512 has 32 and AVX2 has 16 of half the size.
-MAX_TILE_ROWS = 8 if torch.cpu._is_avx512_supported() else 2
 # Bytes that are fetched ahead, into the second-level cache: rows fill the first. A single row of
 # Q4_K reads its weights 1.3 times as fast as with 8 KB into the first (EPYC, a busy machine).
 FETCH_AHEAD = 32 * 1024
-# A rounded block of a row: 32 integers of 16 bits, then in float32 their scale, their sum, and the
-# sums of their halves.
-RECORD_BYTES = 2 * BLOCK + 16
-SCALE_BYTE = 2 * BLOCK
-SUM_BYTE = SCALE_BYTE + 4
-HALF_SUM_BYTE = SCALE_BYTE + 8
 SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of a thread
-# Rows are rounded to integers below 2^15.
-MANTISSA_SHIFT = 14
-LEAST_EXPONENT = 32  # of rows that are no zeros, with the bias of float32
-SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
-HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
-BYTES = ir.VectorType(ir.IntType(8), LANES)
-HALF_WORDS = ir.VectorType(WORD, LANES // 2)
 
 # numbers of a segment: its part function, its panels, their number and bytes, its first output
 SEGMENT_SIZE = 5
-
-
-@cache
-def has_fused_words() -> bool:
-    """Return whether the processor multiplies and adds pairs of 16 bits in one instruction."""
-    return bool(torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported())
-
-
-@cache
-def has_wide_words() -> bool:
-    """Return whether the processor multiplies 32 integers of 16 bits in one instruction."""
-    return bool(torch.cpu._is_avx512_supported())
-
-
-class BlockTile:
-    """Emits the products of some rows with a panel of 16 outputs."""
-
-    def __init__(
-        self, builder: Any, block_format: BlockFormat, num_rows: int, products: str
-    ) -> None:
-        self.builder = builder
-        self.vectors = VectorBuilder(builder)
-        self.format = block_format
-        self.num_rows = num_rows
-        self.products = products
-
-    def multiply_panel(
-        self, rows: Any, panel: Any, blocks: Any, fetched: Any, fetch_step: Any
-    ) -> list[Any]:
-        """Return the sums of the rows over all blocks, 16 outputs each.
-
-        Arguments: the addresses of the rows' records and of the panel, its number of blocks, and
-        the address from which memory is fetched with the first block, with the bytes by which it
-        grows with every block.
-        """
-        builder = self.builder
-        group_blocks = self.format.group_blocks
-        groups = builder.udiv(blocks, WIDE(group_blocks))
-        scales = builder.add(panel, builder.mul(blocks, WIDE(self.format.block_bytes)))
-
-        def add_group(group: Any, totals: list[Any]) -> list[Any]:
-            numbers = self.vectors.offset(scales, group, self.format.group_bytes)
-            first = builder.mul(group, WIDE(group_blocks))
-            scale = self._load_halves(numbers, 0)
-            minimum = self._load_halves(numbers, 1) if self.format.has_minimum else None
-
-            def add_block(index: Any, totals: list[Any]) -> list[Any]:
-                block = builder.add(first, index)
-                self._fetch(builder.add(fetched, builder.mul(block, fetch_step)))
-                return self._add_block(
-                    self.vectors.offset(rows, block, RECORD_BYTES * self.num_rows),
-                    self.vectors.offset(panel, block, self.format.block_bytes),
-                    self._part_scales(numbers, index, scale, minimum),
-                    totals,
-                )
-
-            if group_blocks == 1:
-                return add_block(WIDE(0), totals)
-            return self.vectors.loop(WIDE(group_blocks), totals, add_block)
-
-        return self.vectors.loop(groups, [self.vectors.constant(0.0)] * self.num_rows, add_group)
-
-    def _fetch(self, address: Any) -> None:
-        step = self.format.block_bytes + self.format.group_bytes // self.format.group_blocks
-        for line in range(-(-step // LINE)):
-            emit_fetch(self.builder, self.builder.add(address, WIDE(LINE * line)), 2)
-
-    def _load_halves(self, numbers: Any, index: int) -> Any:
-        """Return 16 float16 numbers of a group as float32."""
-        address = self.builder.add(numbers, WIDE(2 * COLUMNS * index))
-        return self.builder.fpext(self.vectors.load(address, HALF_FLOATS), VECTOR)
-
-    def _part_scales(
-        self, numbers: Any, index: Any, scale: Any, minimum: Any
-    ) -> list[tuple[Any, Any]]:
-        """Return the scale of each part of a block, and what is added for every unit of an
-        input, or None."""
-        builder = self.builder
-        per_block = self.format.scale_parts // self.format.group_blocks
-        if not per_block:
-            return [(scale, self._add_offset(scale, minimum))]
-        start = builder.add(numbers, WIDE(2 * COLUMNS * (1 if minimum is None else 2)))
-        parts = []
-        for part in range(per_block):
-            number = builder.add(builder.mul(index, WIDE(per_block)), WIDE(part))
-            address = self.vectors.offset(start, number, COLUMNS)
-            part_scale = builder.fmul(scale, self._load_integers(address, minimum is None))
-            if minimum is None:
-                parts.append((part_scale, self._add_offset(part_scale, None)))
-                continue
-            address = builder.add(address, WIDE(COLUMNS * self.format.scale_parts))
-            product = builder.fmul(minimum, self._load_integers(address, False))
-            parts.append((part_scale, builder.fneg(product)))
-        return parts
-
-    def _add_offset(self, scale: Any, minimum: Any) -> Any:
-        """Return the minimum of unsigned integers: that of the file, or that of the offset."""
-        if minimum is not None or not self.format.offset:
-            return minimum
-        return self.builder.fmul(scale, self.vectors.constant(-float(self.format.offset)))
-
-    def _load_integers(self, address: Any, is_signed: bool) -> Any:
-        """Return 16 bytes as float32."""
-        content = self.vectors.load(address, BYTES)
-        extend = self.builder.sext if is_signed else self.builder.zext
-        return self.builder.sitofp(extend(content, WORDS), VECTOR)
-
-    def _add_block(
-        self, rows: Any, block: Any, parts: list[tuple[Any, Any]], totals: list[Any]
-    ) -> list[Any]:
-        """Add the products of a block to the sums of the rows."""
-        builder = self.builder
-        count = VECTORS // len(parts)
-        # A few rows have two chains of sums, because each addition waits for the one before it.
-        chains = 2 if self.num_rows < 3 else 1
-        zeros = ir.Constant(WORDS, [0] * LANES)
-        totals = list(totals)
-        for number, (scale, minimum) in enumerate(parts):
-            sums = [[zeros] * chains for _ in range(self.num_rows)]
-            for index, weights in enumerate(self._iterate_vectors(block, number * count, count)):
-                for row in range(self.num_rows):
-                    chain = index % chains
-                    offset = RECORD_BYTES * row + 4 * (number * count + index)
-                    sums[row][chain] = self._add_products(sums[row][chain], weights, rows, offset)
-            for row in range(self.num_rows):
-                record = builder.add(rows, WIDE(RECORD_BYTES * row))
-                total = sums[row][0]
-                for other in sums[row][1:]:
-                    total = builder.add(total, other)
-                factor = self.vectors.load_repeated(builder.add(record, WIDE(SCALE_BYTE)))
-                totals[row] = self.vectors.multiply_add(
-                    builder.sitofp(total, VECTOR), builder.fmul(scale, factor), totals[row]
-                )
-                if minimum is not None:
-                    at = SUM_BYTE if len(parts) == 1 else HALF_SUM_BYTE + 4 * number
-                    inputs = self.vectors.load_repeated(builder.add(record, WIDE(at)))
-                    totals[row] = self.vectors.multiply_add(minimum, inputs, totals[row])
-        return totals
-
-    def _iterate_vectors(self, block: Any, first: int, count: int) -> Any:
-        """Yield the integers of vectors of a block: two inputs of 16 outputs in 16 bits each."""
-        builder = self.builder
-        high_bits = self.format.high_bits
-        per_line = 16 // self.format.low_bits
-        high_start = 2 * COLUMNS * BLOCK // 4
-        line = high = None
-        for vector in range(first, first + count):
-            field = vector % per_line
-            if field == 0:
-                line = self._load_line(block, LINE * (vector // per_line))
-            if high_bits and (vector * high_bits % 16 == 0 or high is None):
-                high = self._load_line(block, high_start + LINE * (vector * high_bits // 16))
-            if self.format.low_bits == 8:
-                shifted = line if field else builder.shl(line, self._shorts(8))
-                words = builder.ashr(shifted, self._shorts(8))
-            else:
-                words = self._take_field(line, 4 * field, 4, 0)
-            if high_bits:
-                start = vector * high_bits % 16
-                words = builder.or_(words, self._take_field(high, start, high_bits, 4))
-            yield builder.bitcast(words, WORDS)
-
-    def _load_line(self, block: Any, start: int) -> Any:
-        return self.vectors.load(self.builder.add(block, WIDE(start)), SHORTS)
-
-    @staticmethod
-    def _shorts(number: int) -> Any:
-        return ir.Constant(SHORTS, [number] * (2 * LANES))
-
-    def _take_field(self, line: Any, start: int, bits: int, target: int) -> Any:
-        """Return the bits of every word from `start` on, moved to the bit `target`."""
-        builder = self.builder
-        if start > target:
-            line = builder.lshr(line, self._shorts(start - target))
-        elif start < target:
-            line = builder.shl(line, self._shorts(target - start))
-        # The last bits of a word have none above them.
-        is_last = start + bits == 16 and target == 0
-        return line if is_last else builder.and_(line, self._shorts(((1 << bits) - 1) << target))
-
-    def _add_products(self, sums: Any, weights: Any, rows: Any, offset: int) -> Any:
-        """Add to 16 sums the products of two inputs of every output with those of a row."""
-        builder = self.builder
-        if self.products == "fused":
-            # The inputs are read by the instruction itself.
-            kind = ir.FunctionType(WORDS, [WORDS, WORDS, WIDE])
-            code = f"vpdpwssd {offset}($3){{1to16}}, $2, $0"
-            return builder.call(
-                ir.InlineAsm(kind, code, "=v,0,v,r", side_effect=False), [sums, weights, rows]
-            )
-        inputs = self.vectors.load_repeated(builder.add(rows, WIDE(offset)), WORD)
-        if self.products == "wide":
-            kind = ir.FunctionType(WORDS, [WORDS, WORDS])
-            multiply = ir.InlineAsm(kind, "vpmaddwd $2, $1, $0", "=v,v,v", side_effect=False)
-            return builder.add(sums, builder.call(multiply, [weights, inputs]))
-        kind = ir.FunctionType(HALF_WORDS, [HALF_WORDS, HALF_WORDS])
-        multiply = ir.InlineAsm(kind, "vpmaddwd $2, $1, $0", "=x,x,x", side_effect=False)
-        halves = [
-            builder.call(multiply, [self._half(weights, half), self._half(inputs, half)])
-            for half in range(2)
-        ]
-        lanes = ir.Constant(WORDS, list(range(LANES)))
-        return builder.add(sums, builder.shuffle_vector(*halves, lanes))
-
-    def _half(self, words: Any, half: int) -> Any:
-        size = LANES // 2
-        lanes = ir.Constant(HALF_WORDS, [half * size + lane for lane in range(size)])
-        return self.builder.shuffle_vector(words, words, lanes)
-
-
-def make_multiply(
-    block_format: BlockFormat, products: str | None = None, most_rows: int = MAX_TILE_ROWS
-) -> Any:
-    """Return the function that multiplies 1 to `most_rows` rows with a panel, by code of its own
-    for each number of rows.
-
-    Its arguments: the number of rows, the address of their records [B, rows], the address of the
-    panel, its number of blocks, the address of float32 sums [rows, 16], the address from which
-    memory is fetched with the first block, and the bytes by which it grows with every block.
-    `products` is "fused", "wide" or "narrow" by the instructions; null takes the best ones here.
-    """
-    chosen = products or (
-        "fused" if has_fused_words() else "wide" if has_wide_words() else "narrow"
-    )
-
-    def multiply(
-        context: Any,
-        num_rows: Any,
-        rows: Any,
-        panel: Any,
-        blocks: Any,
-        sums: Any,
-        fetched: Any,
-        fetch_step: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            num_rows, rows, panel, blocks, sums, fetched, fetch_step = args
-
-            def emit(count: int) -> None:
-                tile = BlockTile(builder, block_format, count, chosen)
-                totals = tile.multiply_panel(rows, panel, blocks, fetched, fetch_step)
-                for row, total in enumerate(totals):
-                    tile.vectors.store(total, builder.add(sums, WIDE(LINE * row)))
-
-            emit_cases(builder, num_rows, most_rows, emit)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
-
-    # Numba tells functions apart by their names alone, also those of an argument.
-    multiply.__name__ = f"multiply_{block_format.tensor_type.name}_{chosen}"
-    return intrinsic(multiply)
-
-
-@compile_inline
-def tile_rows(rows: int) -> int:
-    """Return the rows of a tile, where all tiles but the last have equally many."""
-    tiles = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
-    return (rows + tiles - 1) // tiles
 
 
 @compile_inline
@@ -379,6 +91,7 @@ BLOCKS = 10
 NUM_OUTPUTS = 11
 SCRATCH = 12
 STEP = 13
+RECORD = 14  # its bytes
 
 
 @compile_inline
@@ -399,7 +112,7 @@ def multiply_part(multiply: Any, team: int, part: int, member: int) -> None:
         panel = job[PANELS] + index * panel_bytes
         for row in range(0, rows, most):
             count = min(most, rows - row)
-            records = job[RECORDS] + row * blocks * RECORD_BYTES
+            records = job[RECORDS] + row * blocks * job[RECORD]
             fetched = panel + FETCH_AHEAD if row == 0 else panel
             multiply(count, records, panel, blocks, scratch, fetched, fetch_step)
             store_sums(
@@ -419,6 +132,12 @@ multiply_q5_0 = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q5_0])
 multiply_q8_0 = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q8_0])
 multiply_q4_k = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q4_K])
 multiply_q6_k = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q6_K])
+multiply_q4_0_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q4_0], "bytes")
+multiply_q4_1_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q4_1], "bytes")
+multiply_q5_0_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q5_0], "bytes")
+multiply_q8_0_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q8_0], "bytes")
+multiply_q4_k_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q4_K], "bytes")
+multiply_q6_k_bytes = make_multiply(FORMATS[gguf.GGMLQuantizationType.Q6_K], "bytes")
 
 
 @compile_part
@@ -457,6 +176,42 @@ def part_q6_k(team: int, part: int, member: int) -> None:
     multiply_part(multiply_q6_k, team, part, member)
 
 
+@compile_part
+def part_q4_0_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q4_0 by rows in 8 bits."""
+    multiply_part(multiply_q4_0_bytes, team, part, member)
+
+
+@compile_part
+def part_q4_1_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q4_1 by rows in 8 bits."""
+    multiply_part(multiply_q4_1_bytes, team, part, member)
+
+
+@compile_part
+def part_q5_0_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q5_0 by rows in 8 bits."""
+    multiply_part(multiply_q5_0_bytes, team, part, member)
+
+
+@compile_part
+def part_q8_0_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q8_0 by rows in 8 bits."""
+    multiply_part(multiply_q8_0_bytes, team, part, member)
+
+
+@compile_part
+def part_q4_k_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q4_K by rows in 8 bits."""
+    multiply_part(multiply_q4_k_bytes, team, part, member)
+
+
+@compile_part
+def part_q6_k_bytes(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of a job in Q6_K by rows in 8 bits."""
+    multiply_part(multiply_q6_k_bytes, team, part, member)
+
+
 PART_FUNCTIONS: dict[Any, Callable[[], Any]] = {
     gguf.GGMLQuantizationType.Q4_0: part_q4_0,
     gguf.GGMLQuantizationType.Q4_1: part_q4_1,
@@ -466,82 +221,15 @@ PART_FUNCTIONS: dict[Any, Callable[[], Any]] = {
     gguf.GGMLQuantizationType.Q6_K: part_q6_k,
 }
 """Compiles, at the first call, the function of a part of a job in a type."""
-
-
-@intrinsic
-def round_block(context: Any, x: Any, record: Any) -> Any:
-    """Store 32 numbers of a model, given by a pointer, as integers of 16 bits at the address
-    `record`, with their scale and their sums. The scale is NaN if one of them is not finite.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_half = x.dtype == types.uint16
-        start = builder.ptrtoint(args[0], WIDE)
-        _emit_rounding(builder, start, is_half, args[1])
-        return context.get_dummy_value()
-
-    return types.void(x, types.int64), generate
-
-
-def _emit_rounding(builder: Any, start: Any, is_half: bool, record: Any) -> None:
-    vectors = VectorBuilder(builder)
-    size = LANES * (2 if is_half else 4)
-    halves = [
-        vectors.load_widened(builder.add(start, WIDE(size * half)), is_half) for half in range(2)
-    ]
-    # Bits of magnitudes are in the order of the magnitudes, and those of no finite number on top.
-    mask = ir.Constant(WORDS, [0x7FFFFFFF] * LANES)
-    bits = [builder.and_(builder.bitcast(half, WORDS), mask) for half in halves]
-    largest = builder.select(builder.icmp_unsigned(">", *bits), *bits)
-    exponent = builder.lshr(_reduce(builder, "umax", largest), WORD(23))
-    is_zero = builder.icmp_unsigned("<", exponent, WORD(LEAST_EXPONENT))
-    is_finite = builder.icmp_unsigned("<", exponent, WORD(255))
-    scale = builder.shl(builder.sub(exponent, WORD(MANTISSA_SHIFT)), WORD(23))
-    scale = builder.select(is_zero, WORD(0), builder.select(is_finite, scale, WORD(0x7FC00000)))
-    factor = builder.shl(builder.sub(WORD(254 + MANTISSA_SHIFT), exponent), WORD(23))
-    factor = builder.select(is_zero, WORD(0), factor)
-    scale = builder.bitcast(scale, ir.FloatType())
-    factor = vectors.repeat(builder.bitcast(factor, ir.FloatType()))
-    rint = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.rint.v{LANES}f32"
-    )
-    limit = ir.Constant(WORDS, [32767] * LANES)
-    sums = []
-    for half, numbers in enumerate(halves):
-        rounded = builder.fptosi(builder.call(rint, [builder.fmul(numbers, factor)]), WORDS)
-        rounded = builder.select(builder.icmp_signed("<", rounded, limit), rounded, limit)
-        shorts = builder.trunc(rounded, ir.VectorType(ir.IntType(16), LANES))
-        vectors.store(shorts, builder.add(record, WIDE(2 * LANES * half)))
-        sums.append(_reduce(builder, "add", rounded))
-    total = builder.add(*sums)
-    scaled = [
-        builder.fmul(builder.sitofp(number, ir.FloatType()), scale) for number in (total, *sums)
-    ]
-    for number, value in enumerate([scale, *scaled]):
-        vectors.store(value, builder.add(record, WIDE(SCALE_BYTE + 4 * number)))
-
-
-def _reduce(builder: Any, operation: str, words: Any) -> Any:
-    """Return the sum or the largest of 16 words."""
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(WORD, [WORDS]), f"llvm.vector.reduce.{operation}.v16i32"
-    )
-    return builder.call(function, [words])
-
-
-@compile_inline
-def round_rows(x: Any, rows: int, width: int, records: int) -> None:
-    """Store the records of rows [N, K], [B, rows of a tile] of every tile."""
-    most = tile_rows(rows)
-    blocks = width // BLOCK
-    for row in range(rows):
-        first = row // most * most
-        count = min(most, rows - first)
-        start = records + RECORD_BYTES * (first * blocks + row - first)
-        for block in range(blocks):
-            round_block(
-                advance(x, row * width + block * BLOCK), start + RECORD_BYTES * count * block
-            )
+BYTE_PART_FUNCTIONS: dict[Any, Callable[[], Any]] = {
+    gguf.GGMLQuantizationType.Q4_0: part_q4_0_bytes,
+    gguf.GGMLQuantizationType.Q4_1: part_q4_1_bytes,
+    gguf.GGMLQuantizationType.Q5_0: part_q5_0_bytes,
+    gguf.GGMLQuantizationType.Q8_0: part_q8_0_bytes,
+    gguf.GGMLQuantizationType.Q4_K: part_q4_k_bytes,
+    gguf.GGMLQuantizationType.Q6_K: part_q6_k_bytes,
+}
+"""The same for rows in 8 bits."""
 
 
 @compile_cached
@@ -549,6 +237,7 @@ def multiply_segments(
     segments: int,
     num_segments: int,
     x: int,
+    record_bytes: int,
     records: int,
     biases: int,
     out: int,
@@ -564,13 +253,13 @@ def multiply_segments(
     [N, O].
 
     A segment [5] is the function of a part, the address of panels, their number and bytes, and the
-    output of the first one. `records` holds the rounded rows [N, B], `scratch` the sums of every
-    thread. So many threads of the team share the panels.
+    output of the first one. `records` holds the rounded rows [N, B], whose blocks have so many
+    bytes, `scratch` the sums of every thread. So many threads of the team share the panels.
     """
     if is_half:
-        round_rows(to_halves(x), rows, width, records)
+        round_rows(to_halves(x), rows, width, record_bytes, records)
     else:
-        round_rows(to_floats(x), rows, width, records)
+        round_rows(to_floats(x), rows, width, record_bytes, records)
     job = job_numbers(team)
     for index in range(num_segments):
         segment = carray(to_longs(segments + 8 * SEGMENT_SIZE * index), (SEGMENT_SIZE,))
@@ -592,30 +281,36 @@ def multiply_segments(
         job[NUM_OUTPUTS] = num_outputs
         job[SCRATCH] = scratch
         job[STEP] = step
+        job[RECORD] = record_bytes
         run_job(team, sharing, (count + step - 1) // step)
 
 
 class BlockPanels:
-    """Quantised weights [O, K] of a GGUF file in panels of 16 outputs."""
+    """Quantised weights [O, K] of a GGUF file in panels of 16 outputs. Rows that are multiplied by
+    them are rounded to 16 bits, or with `in_bytes` to 8 where the processor multiplies these.
+    """
 
-    def __init__(self, panels: Tensor, width: int, block_format: BlockFormat) -> None:
+    def __init__(
+        self, panels: Tensor, width: int, block_format: BlockFormat, in_bytes: bool
+    ) -> None:
         self.panels = panels
         self.width = width
         self.block_format = block_format
+        self.in_bytes = in_bytes and has_fused_words()
 
     @staticmethod
-    def allocate(outputs: int, width: int, tensor_type: Any) -> BlockPanels:
+    def allocate(outputs: int, width: int, tensor_type: Any, in_bytes: bool = False) -> BlockPanels:
         """Return panels of weights [O, K] without values."""
         block_format = FORMATS[tensor_type]
         size = outputs // COLUMNS, block_format.panel_bytes(width)
-        return BlockPanels(torch.empty(size, dtype=torch.uint8), width, block_format)
+        return BlockPanels(torch.empty(size, dtype=torch.uint8), width, block_format, in_bytes)
 
     def store_rows(self, first: int, content: Tensor) -> None:
         """Store rows as they lie in a file, bytes [n, size], from the output `first` on; both are
         multiples of 16.
         """
         panels = self.panels[first // COLUMNS : (first + len(content)) // COLUMNS]
-        pack_panels(content, self.width, self.block_format, panels)
+        pack_panels(content, self.block_format, panels)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -626,6 +321,11 @@ class BlockPanels:
     def content(self) -> Tensor:
         """The bytes of the panels."""
         return self.panels
+
+    def first_rows(self, count: int) -> BlockPanels:
+        """Return the first outputs, `count` up to a multiple of 16, in the same memory."""
+        panels = self.panels[: -(-count // COLUMNS)]
+        return BlockPanels(panels, self.width, self.block_format, self.in_bytes)
 
     @cached_property
     def own_product(self) -> BlockProduct:
@@ -658,7 +358,9 @@ class BlockPanels:
 
 
 class BlockProduct:
-    """The product of rows with quantised weights, or with several below each other."""
+    """The product of rows with quantised weights, or with several below each other, all of
+    which round rows to the same number of bits.
+    """
 
     serve_many_rows = True
 
@@ -670,10 +372,13 @@ class BlockProduct:
     def __init__(self, weights: list[BlockPanels]) -> None:
         self.weights = weights
         self.width = weights[0].width
+        in_bytes = weights[0].in_bytes
+        self.record_bytes = BYTE_RECORD_BYTES if in_bytes else RECORD_BYTES
+        functions = BYTE_PART_FUNCTIONS if in_bytes else PART_FUNCTIONS
         numbers = []
         first = 0
         for weight in weights:
-            function = PART_FUNCTIONS[weight.block_format.tensor_type]().address
+            function = functions[weight.block_format.tensor_type]().address
             panels = weight.panels
             numbers.append([function, panels.data_ptr(), len(panels), panels.stride(0), first])
             first += weight.shape[0]
@@ -692,11 +397,12 @@ class BlockProduct:
         # A call holds Python's lock, so no other one uses the team and this memory at the same
         # time.
         team = current_team()
-        records = record_memory(rows * self.width // BLOCK * RECORD_BYTES)
+        records = record_memory(rows * self.width // BLOCK * self.record_bytes)
         multiply_segments(
             self.segments.data_ptr(),
             len(self.segments),
             x.data_ptr(),
+            self.record_bytes,
             records.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),

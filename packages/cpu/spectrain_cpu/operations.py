@@ -20,6 +20,7 @@ AT_ONCE = {
     "block_bytes": "packed_product:count_block_bytes",
     "causal_attention": "causal:find_text_kernels",
     "choose_by_noise": "sampling:choose_if_served",
+    "join_blocks": "packed_product:join_blocks",
     "loss": "losses:find_loss_kernels",
     "pack_panels": "packed_product:pack_panels",
     "panel_bytes": "packed_product:count_panel_bytes",

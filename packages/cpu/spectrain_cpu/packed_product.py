@@ -28,9 +28,7 @@ of a processor, one of 4,096 takes 0.1.
 def pack_panels(*weights: Tensor) -> Any:
     """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
     bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
-    None where they do not serve. Weights in the blocks of a GGUF file are multiplied there."""
-    if isinstance(weights[0], BlockWeight):
-        return join_blocks(weights)
+    None where they do not serve."""
     outputs = sum(map(len, weights))
     chunk = find_panel_chunk(weights[0].dtype, outputs, weights[0].shape[1])
     if chunk is None:
@@ -41,8 +39,8 @@ def pack_panels(*weights: Tensor) -> Any:
 
 
 def join_blocks(weights: Sequence[Tensor]) -> Any:
-    """Return the product with weights in blocks, below each other; None where one is in no
-    blocks, or there are no kernels for them.
+    """Return the product with weights in the blocks of a GGUF file, below each other; None where
+    one is in no blocks, or there are no kernels for them.
     """
     stores = [weight.store for weight in weights if isinstance(weight, BlockWeight)]
     if len(stores) < len(weights) or not has_block_kernels():
@@ -53,15 +51,16 @@ def join_blocks(weights: Sequence[Tensor]) -> Any:
     return BlockProduct(panels) if len(panels) == len(stores) else None
 
 
-def allocate_blocks(outputs: int, width: int, tensor_type: Any) -> Any:
+def allocate_blocks(outputs: int, width: int, tensor_type: Any, in_bytes: bool) -> Any:
     """Return a store of weights [O, K] in the blocks of a GGUF file, without values; None where
-    there are no kernels for this type, this width or this machine.
+    there are no kernels for this type, this width or this machine. With `in_bytes` inputs are
+    rounded to 8 bits, where the processor multiplies these.
     """
     if count_block_bytes(outputs, width, tensor_type) is None:
         return None
     from .block_products import BlockPanels
 
-    return BlockPanels.allocate(outputs, width, tensor_type)
+    return BlockPanels.allocate(outputs, width, tensor_type, in_bytes)
 
 
 def count_block_bytes(outputs: int, width: int, tensor_type: Any) -> int | None:

@@ -15,9 +15,10 @@ pytestmark = pytest.mark.skipif(
     not available.has_block_kernels(), reason="the kernels need Numba and AVX2"
 )
 if available.has_block_kernels():
-    from spectrain_cpu import block_products
+    from spectrain_cpu import block_rows, block_tiles, vectors
     from spectrain_cpu.block_formats import BLOCK, FORMATS
-    from spectrain_cpu.block_products import RECORD_BYTES, BlockPanels, BlockProduct
+    from spectrain_cpu.block_products import BlockPanels, BlockProduct
+    from spectrain_cpu.block_rows import RECORD_BYTES
 else:
     FORMATS = {}
 
@@ -60,17 +61,19 @@ def random_rows(tensor_type: Type, outputs: int, width: int, seed: int = 0) -> T
     return content
 
 
-def pack(content: Tensor, width: int, tensor_type: Type) -> "BlockPanels":
-    panels = BlockPanels.allocate(len(content), width, tensor_type)
+def pack(content: Tensor, width: int, tensor_type: Type, in_bytes: bool = False) -> "BlockPanels":
+    panels = BlockPanels.allocate(len(content), width, tensor_type, in_bytes)
     panels.store_rows(0, content)
     return panels
 
 
-def make_weights(tensor_type: Type, outputs: int, width: int) -> tuple["BlockPanels", Tensor]:
+def make_weights(
+    tensor_type: Type, outputs: int, width: int, in_bytes: bool = False
+) -> tuple["BlockPanels", Tensor]:
     """Return panels, and their values as float64."""
     content = random_rows(tensor_type, outputs, width)
     values = dequantize(content.flatten(), tensor_type).view(outputs, width)
-    return pack(content, width, tensor_type), values.double()
+    return pack(content, width, tensor_type, in_bytes), values.double()
 
 
 def largest_error(x: Tensor, values: Tensor) -> Tensor:
@@ -105,6 +108,57 @@ def test_products_equal_the_dequantised_weights(tensor_type: Type, width: int) -
     assert ((every - x.double() @ values.T).abs() <= largest_error(x, values)).all()
     for rows in ROWS:
         assert torch.equal(panels.product(x[:rows]), every[:rows])
+
+
+@pytest.mark.skipif(
+    available.has_block_kernels() and not block_tiles.has_fused_words(),
+    reason="rows of 8 bits need VNNI",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensor_type", TYPES, ids=lambda kind: kind.name)
+def test_rows_of_eight_bits_are_rounded_by_the_largest_of_32(
+    tensor_type: Type, dtype: torch.dtype
+) -> None:
+    panels, values = make_weights(tensor_type, 80, 512, in_bytes=True)
+    x = torch.randn(9, 512, generator=torch.Generator().manual_seed(1))
+    x[:, 40] *= 100
+    x[5] = 0
+    x = x.to(dtype)
+    blocks = x.double().unflatten(-1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    rounded = (blocks / scales.clamp(min=1e-30)).round() * scales
+    exact = rounded.flatten(-2) @ values.T
+    every = panels.product(x)
+    # A number near the middle between two integers may be rounded to either.
+    middle = ((blocks / scales.clamp(min=1e-30)) % 1 - 0.5).abs() < 1e-4
+    unsure = (middle * scales).flatten(-2) @ values.abs().T
+    bound = unsure + SUMMING * 128 * (x.double().abs() @ values.abs().T)
+    bound += 2.0**-8 * exact.abs() if dtype == torch.bfloat16 else 0
+    assert ((every - exact).abs() <= bound).all()
+    assert (every[5] == 0).all()
+    for rows in (1, 2, 8):
+        assert torch.equal(panels.product(x[:rows]), every[:rows])
+    assert not torch.equal(make_weights(tensor_type, 80, 512)[0].product(x), every)
+
+
+def test_rows_of_eight_bits_that_are_not_finite() -> None:
+    panels, _ = make_weights(Type.Q4_K, 16, 256, in_bytes=True)
+    x = torch.ones(4, 256)
+    x[1, 3] = torch.inf
+    x[2, 255] = torch.nan
+    product = panels.product(x)
+    assert product[1:3].isnan().all()
+    assert product[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("tensor_type", TYPES, ids=lambda kind: kind.name)
+def test_first_rows_share_the_memory(tensor_type: Type) -> None:
+    panels, _ = make_weights(tensor_type, 80, 256)
+    first = panels.first_rows(40)
+    assert first.shape == (48, 256)
+    assert first.content.data_ptr() == panels.content.data_ptr()
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(first.product(x), panels.product(x)[:, :48])
 
 
 @pytest.mark.parametrize("width", [32, 96, 160])
@@ -183,20 +237,20 @@ def test_zeros_and_numbers_that_are_not_finite() -> None:
 @pytest.mark.parametrize("products", ["fused", "wide", "narrow"])
 def test_instructions_of_every_processor_have_the_same_bits(products: str) -> None:
     is_supported = {
-        "fused": block_products.has_fused_words(),
-        "wide": block_products.has_wide_words(),
+        "fused": block_tiles.has_fused_words(),
+        "wide": block_tiles.has_wide_words(),
         "narrow": True,
     }
     if not is_supported[products]:
         pytest.skip("this processor lacks the instructions")
     panels, _ = make_weights(Type.Q5_0, 16, 64)
-    multiply = block_products.make_multiply(panels.block_format, products, 1)
-    round_rows = block_products.round_rows
-    to_floats = block_products.to_floats
+    multiply = block_tiles.make_multiply(panels.block_format, products, 1)
+    round_rows = block_rows.round_rows
+    to_floats = vectors.to_floats
 
     @numba.njit
     def run(x: int, records: int, panel: int, out: int) -> None:
-        round_rows(to_floats(x), 1, 64, records)
+        round_rows(to_floats(x), 1, 64, RECORD_BYTES, records)
         multiply(1, records, panel, 2, out, panel, 0)
 
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))

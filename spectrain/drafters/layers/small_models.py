@@ -19,7 +19,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError, first_line
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.attention import ATTENTION_NAME
-from spectrain.models.bundled import convert_gguf, load_gguf_network
+from spectrain.models.bundled import convert_gguf, load_block_network, load_gguf_network
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.head import Head
 from spectrain.models.kv_cache import TreeCache
@@ -50,11 +50,12 @@ class SmallModelDrafter(Drafter):
         num_layers: int | None,
         model: str | None,
         architecture: dict[str, Any] | None,
+        keep_blocks: bool = False,
     ) -> None:
         """Add the model of `make_small_model`. The saved description needs neither the target's
         layers nor another directory.
         """
-        self.model = make_small_model(target, num_layers, model, architecture)
+        self.model = make_small_model(target, num_layers, model, architecture, keep_blocks)
         self.starts_trained = architecture is None
         description = self.model.saved_config.to_diff_dict()
         settings = {"architecture": description, "num_layers": None, "model": None}
@@ -105,12 +106,17 @@ class SmallModelDrafter(Drafter):
 
 
 def make_small_model(
-    target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None
+    target: Target,
+    num_layers: int | None,
+    model: str | None,
+    architecture: dict[str, Any] | None,
+    keep_blocks: bool = False,
 ) -> Target:
     """Make a trainable model with the target's tokenizer.
 
-    Its source is one of `num_layers` layers of the target, by default a quarter; a directory or a
-    name on the hub; and a transformers configuration.
+    Its source is one of `num_layers` layers of the target, by default a quarter; a directory, a
+    GGUF file or a name on the hub; and a transformers configuration. With `keep_blocks` the weights
+    of a GGUF file stay in their blocks, which cannot be trained.
     """
     settings = {"num_layers": num_layers, "model": model, "architecture": architecture}
     given = [key for key, value in settings.items() if value is not None]
@@ -123,7 +129,7 @@ def make_small_model(
     if own is not None:
         return own.requires_grad_(True)
     if model is not None:
-        inner: Any = load_matching_model(model, target)
+        inner: Any = load_matching_model(model, target, keep_blocks)
     elif architecture is not None:
         inner = init_model(architecture, target)
     else:
@@ -238,21 +244,33 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_matching_model(path: str, target: Target) -> nn.Module:
-    """Load a model whose tokenizer is the target's, from a directory or the hub."""
-    model, tokenizer = load_model_files(path)
+def load_matching_model(path: str, target: Target, keep_blocks: bool = False) -> nn.Module:
+    """Load a model whose tokenizer is the target's, from a directory, a GGUF file or the hub."""
+    blocks_dtype = target.dtype if keep_blocks else None
+    model, tokenizer = load_model_files(path, blocks_dtype)
     check_tokenizer(tokenizer, target.tokenizer, path)
     return model
 
 
-def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def names_gguf_file(model: str) -> bool:
+    """Return whether `drafter.model` is a GGUF file, which may have a name here."""
+    return locate_model(model, "drafter.model").endswith(".gguf")
+
+
+def load_model_files(
+    path: str, blocks_dtype: torch.dtype | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a model in float32 and its tokenizer, from a directory, a GGUF file, which may have a
-    name here, or the hub.
+    name here, or the hub. With `blocks_dtype` the weights of a GGUF file stay in their blocks,
+    which are multiplied by inputs in 8 bits, and all else has that type.
     """
-    gguf = Path(locate_model(path, "drafter.model")).expanduser()
-    if gguf.suffix == ".gguf":
+    if names_gguf_file(path):
+        gguf = Path(locate_model(path, "drafter.model")).expanduser()
         settings = convert_gguf(gguf, None, "drafter.model")
-        network = load_gguf_network(gguf, "drafter.model", torch.float32)
+        if blocks_dtype is None:
+            network = load_gguf_network(gguf, "drafter.model", torch.float32)
+        else:
+            network = load_block_network(gguf, "drafter", blocks_dtype, in_bytes=True)
         return network, AutoTokenizer.from_pretrained(settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 from spectrain.models.block_weights import has_block_weights
 
-Quantization = Literal["8bit", "4bit", "int8", "gguf"]
+Quantization = Literal["8bit", "4bit", "int8", "gguf", "gguf_int8"]
 """The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), torchao as
-8-bit integers, which are multiplied in the type of the model, or the blocks of a GGUF file."""
+8-bit integers, which are multiplied in the type of the model, or the blocks of a GGUF file, whose
+inputs may be rounded to 8 bits."""
+BLOCK_QUANTIZATIONS = ("gguf", "gguf_int8")
+"""Those that keep the blocks of a GGUF file."""
 
 METHOD_PACKAGES = {
     "gptq": "optimum gptqmodel",
@@ -195,7 +198,7 @@ def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
     if has_block_weights(model):
         raise UserError(
             f"target {name}: its weights stay in the blocks of a GGUF file and cannot be trained; "
-            "leave out target.quantization=gguf"
+            "leave out target.quantization"
         )
     if not is_quantized(model):
         return

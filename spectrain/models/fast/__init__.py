@@ -12,6 +12,7 @@ from .batch_invariance import enforce_batch_invariance, has_batch_invariance, pa
 from .merged_linears import merge_linears
 from .packed_linears import (
     FeatureLinear,
+    cut_output,
     is_large_weight,
     is_packed,
     lowest_precision,
@@ -24,6 +25,7 @@ from .packed_linears import (
 
 __all__ = [
     "FeatureLinear",
+    "cut_output",
     "enforce_batch_invariance",
     "has_batch_invariance",
     "is_large_weight",

@@ -189,14 +189,13 @@ class PackedWeights:
         return panels if panels is not None and panels.is_enabled else None
 
     def _make_panels(self) -> Panels | None:
-        weight = self.linears[0].weight
-        if self.packed_dtype != weight.dtype:
-            return None
-        if self.low_precision and weight.dtype == torch.float32:
-            return None
-        panels: Panels | None = run_on_cpu(
-            "pack_panels", *(linear.weight.detach() for linear in self.linears)
-        )
+        weights = [linear.weight.detach() for linear in self.linears]
+        dtype = weights[0].dtype
+        panels: Panels | None = None
+        if self._are_blocks:
+            panels = run_on_cpu("join_blocks", weights)
+        elif self.packed_dtype == dtype and not (self.low_precision and dtype == torch.float32):
+            panels = run_on_cpu("pack_panels", *weights)
         return panels
 
     def join_biases(self) -> Tensor | None:
@@ -230,7 +229,8 @@ class PackedWeights:
         """Return the type in which the stacked weights are multiplied."""
         dtype = self.linears[0].weight.dtype
         size = sum(linear.weight.numel() for linear in self.linears)
-        if not self.low_precision or (dtype == torch.float32 and not is_large_weight(size)):
+        is_kept = self._are_blocks or not self.low_precision
+        if is_kept or (dtype == torch.float32 and not is_large_weight(size)):
             return dtype
         reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
         if is_large_weight(size) and has_int8() and not reads_features:
@@ -375,6 +375,23 @@ def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
 
 def _is_on_cpu(linear: nn.Linear) -> bool:
     return has_dense_weight(linear) and linear.weight.device.type == "cpu"
+
+
+def cut_output(linear: nn.Linear, count: int) -> nn.Linear:
+    """Return a linear of the first `count` outputs, or a few more, whose weights share the memory
+    of the linear's; it is packed as that is.
+    """
+    weight: Tensor = linear.weight.detach()
+    weight = weight.first_rows(count) if isinstance(weight, BlockWeight) else weight[:count]
+    cut = nn.Linear(1, 1, bias=False, device="meta")
+    cut.out_features, cut.in_features = weight.shape
+    cut.weight = nn.Parameter(weight, requires_grad=False)
+    if linear.bias is not None:
+        cut.bias = nn.Parameter(linear.bias.detach()[: len(weight)], requires_grad=False)
+    if is_packed(linear):
+        forward: Any = linear.forward
+        pack_linears(cut, forward.weights.low_precision)
+    return cut
 
 
 def unpack_linears(module: nn.Module) -> None:

@@ -1,0 +1,341 @@
+"""Qwen2.5-Coder 1.5B with the 0.5B as its drafter, both in the 4-bit blocks of their files: what
+drafting gains on coding prompts, and what copying from a folder of code adds.
+
+    make demo-coder                                  # after make models
+    make demo-coder CODE=~/src/project
+    python -m lab.benchmarks.coder_pair threads=1 prompts=12 tokens=64 minutes=60
+
+All ways of decoding take turns on every prompt, and each answer is compared with plain decoding.
+The first prompts choose the drafter of the last line; that line counts the others. With `code`,
+half of the prompts continue files of that folder, and copies come from its other files.
+
+With one thread, seconds are those of the processor, because other work on a machine interrupts
+them at random; with several they are those of the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from spectrain.data.chat import tokenize_question
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store_files
+from spectrain.data.messages import Conversation
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import prepare_for_decoding
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.hybrid import DrafterWithCopies
+from spectrain.drafters.layers.copies import CopySource
+from spectrain.drafters.retrieval import Retrieval
+from spectrain.errors import UserError
+from spectrain.eval.intervals import interval
+from spectrain.models.architectures.quantized import Quantization
+from spectrain.models.device import choose_work_clock
+from spectrain.models.loading import load_hf
+from spectrain.models.published import MODELS
+from spectrain.models.target import Target
+from spectrain.output.console import make_console
+from spectrain.trees import Chain, TreeBuilder
+
+from .command import run_benchmark
+
+TARGET = "qwen2.5-coder-1.5b"
+DRAFTER = "qwen2.5-coder-0.5b"
+PROMPTS = Path(__file__).with_name("coding_prompts.jsonl")
+CODE_SUFFIX = re.compile(
+    r"\.(c|cc|cpp|cs|go|h|hpp|java|jl|js|kt|lua|php|pl|py|r|rb|rs|scala|sh|sql|swift|ts|tsx)"
+)
+NUM_TRIALS = 2
+"""Prompts that choose the drafter of the last line."""
+MAX_FILE_BYTES = 200_000
+MAX_STORE_TOKENS = 2_000_000
+CONTEXT_TOKENS = 256
+"""Tokens of a file of which the next ones are asked for."""
+
+
+@dataclass
+class Decoder:
+    """A way to decode, and its answers by prompt with their seconds."""
+
+    name: str
+    drafter: Drafter | None = None
+    builder: TreeBuilder | None = None
+    answers: list[Generation] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def decode(self, target: Target, prompt: list[int], tokens: int) -> None:
+        clock = choose_work_clock(target.device)
+        started = clock()
+        answers = decode(target, [prompt], Greedy(), tokens, self.drafter, self.builder)
+        self.seconds.append(clock() - started)
+        self.answers += answers
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(answer.output) for answer in self.answers) / sum(self.seconds)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        lengths = [length for answer in self.answers for length in answer.round_lengths]
+        return sum(lengths) / max(1, len(lengths))
+
+    def milliseconds(self, part: str) -> float:
+        """Return the mean milliseconds of a part of a round, by the wall clock."""
+        times = [seconds[part] for answer in self.answers for seconds in answer.round_seconds]
+        return 1e3 * sum(times) / max(1, len(times))
+
+
+class CoderPair:
+    """Score the 0.5B as the drafter of the 1.5B, and copies from a folder of code."""
+
+    def __init__(
+        self,
+        code: str | None = None,
+        threads: int | None = None,
+        prompts: int = 8,
+        tokens: int = 64,
+        minutes: float = 7.0,
+        quantization: str = "gguf_int8",
+        vocab_size: int = 32_768,
+        out: str | None = None,
+    ) -> None:
+        self.code = code or None
+        self.threads = threads
+        self.num_prompts = prompts
+        self.tokens = tokens
+        self.minutes = minutes
+        self.quantization: Quantization = "gguf" if quantization == "gguf" else "gguf_int8"
+        self.vocab_size = vocab_size
+        self.out = out
+
+    def run(self) -> None:
+        console = make_console()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        started = time.perf_counter()
+        target = load_hf(TARGET, quantization=self.quantization)
+        drafter = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
+        target.pack_weights()
+        prepare_for_decoding(drafter, target)
+        console.print(
+            f"{TARGET} and its drafter {DRAFTER} are loaded in {time.perf_counter() - started:.0f} "
+            f"s: {count_gigabytes(target, drafter):.2f} GB, {torch.get_num_threads()} threads"
+        )
+        with TemporaryDirectory() as folder:
+            prompts, store = self.read_prompts(target, Path(folder), console)
+            decoders = list_decoders(target, drafter, store)
+            take_turns(target, decoders, prompts, self.tokens, self.minutes, console)
+        console.print(make_table(decoders))
+        console.print(describe_llama_cpp(torch.get_num_threads()), soft_wrap=True)
+        console.print(describe_result(decoders), soft_wrap=True)
+        if self.out is not None:
+            Path(self.out).write_text(json.dumps(list_numbers(decoders), indent=2) + "\n")
+
+    def read_prompts(
+        self, target: Target, folder: Path, console: Console
+    ) -> tuple[list[list[int]], Datastore | None]:
+        """Return the prompts in tokens, and the store of the folder of code if there is one."""
+        lines = PROMPTS.read_text().splitlines()
+        asked = [
+            tokenize_question(
+                target.template,
+                Conversation([{"role": "user", "content": json.loads(line)["prompt"]}]),
+            )
+            for line in lines
+        ]
+        if self.code is None:
+            return asked[: self.num_prompts], None
+        files = read_code(Path(self.code).expanduser())
+        num_continued = min(self.num_prompts // 2, len(files) // 2)
+        texts = [target.tokenizer.encode(text) for text in files]
+        long_first = sorted(texts, key=len, reverse=True)
+        continued = long_first[:num_continued]
+        stored: list[list[int]] = []
+        for text in long_first[num_continued:]:
+            if sum(map(len, stored)) + len(text) <= MAX_STORE_TOKENS:
+                stored.append(text)
+        facts = {"tokenizer": hash_vocabulary(target.tokenizer)}
+        size = write_store_files(folder, stored, [], [], facts)
+        console.print(
+            f"{len(files)} files of {self.code}: {num_continued} are continued, and copies come "
+            f"from {size:,} tokens of the others"
+        )
+        # The middle of a file, behind which much is left to write.
+        cut = [text[max(0, len(text) // 2 - CONTEXT_TOKENS) : len(text) // 2] for text in continued]
+        mixed = [prompt for pair in zip(cut, asked) for prompt in pair]
+        mixed += asked[num_continued : self.num_prompts - num_continued]
+        return mixed, Datastore(str(folder), target.tokenizer)
+
+
+def read_code(folder: Path) -> list[str]:
+    """Return the texts of the source files of a folder, without hidden ones and large ones."""
+    if not folder.is_dir():
+        raise UserError(f"code={folder}: there is no such folder; name one with source files")
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if is_hidden or not CODE_SUFFIX.fullmatch(path.suffix.lower()) or not path.is_file():
+            continue
+        if 0 < path.stat().st_size <= MAX_FILE_BYTES:
+            texts.append(path.read_text(errors="replace"))
+    if len(texts) < 2:
+        raise UserError(f"code={folder}: it has fewer than two source files; name another folder")
+    return texts
+
+
+def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> list[Decoder]:
+    """Return plain decoding first, and what is compared with it."""
+    copies_name = "copies" if store is None else "copies of your code"
+    copies = Retrieval(target)
+    copies.copying = CopySource(store)
+    both = DrafterWithCopies(drafter, CopySource(store))
+    return [
+        Decoder("plain"),
+        Decoder("0.5B, chain of 2", drafter, Chain(2)),
+        Decoder("0.5B, chain of 3", drafter, Chain(3)),
+        Decoder("0.5B, chain of 4", drafter, Chain(4)),
+        Decoder("0.5B, up to 6 if sure", drafter, Chain(6, stop=0.5)),
+        Decoder(f"0.5B, {copies_name}", both, Chain(4)),
+        Decoder(copies_name, copies, Chain(4)),
+    ]
+
+
+def take_turns(
+    target: Target,
+    decoders: list[Decoder],
+    prompts: list[list[int]],
+    tokens: int,
+    minutes: float,
+    console: Console,
+) -> None:
+    """Decode every prompt in every way, in an order that rotates, until the time is over."""
+    started = time.perf_counter()
+    for decoder in decoders:
+        # Compiles kernels outside of the measurement.
+        decode(target, [prompts[0]], Greedy(), 4, decoder.drafter, decoder.builder)
+    for number, prompt in enumerate(prompts):
+        if number > NUM_TRIALS and time.perf_counter() - started > 60 * minutes:
+            console.print(f"{minutes:g} minutes are over after {number} of {len(prompts)} prompts")
+            return
+        first = number % len(decoders)
+        for decoder in decoders[first:] + decoders[:first]:
+            decoder.decode(target, prompt, tokens)
+        speeds = ", ".join(
+            f"{len(decoder.answers[-1].output) / decoder.seconds[-1]:.1f}" for decoder in decoders
+        )
+        console.print(f"prompt {number + 1} of {len(prompts)}: {speeds} tokens/s")
+
+
+def compare(decoder: Decoder, plain: Decoder, prompts: slice) -> tuple[float, list[float]]:
+    """Return how many times as fast as plain decoding a way is on some prompts, with its 95 %
+    interval.
+    """
+    seconds = np.array([plain.seconds[prompts], decoder.seconds[prompts]])
+    bounds = interval(seconds.T, (1, -1))
+    return float(seconds[0].sum() / seconds[1].sum()), bounds or []
+
+
+def count_identical(decoder: Decoder, plain: Decoder) -> int:
+    return sum(a.output == b.output for a, b in zip(decoder.answers, plain.answers))
+
+
+def make_table(decoders: list[Decoder]) -> Table:
+    plain = decoders[0]
+    table = Table(box=None)
+    table.add_column("", no_wrap=True)
+    for column in ("tokens per forward", "ms to draft", "to verify", "tokens/s", "speedup"):
+        table.add_column(column, justify="right")
+    table.add_column("95 %", justify="right", no_wrap=True)
+    table.add_column("identical", justify="right")
+    for decoder in decoders:
+        ratio, bounds = compare(decoder, plain, slice(None))
+        table.add_row(
+            decoder.name,
+            f"{decoder.tokens_per_forward:.2f}",
+            f"{decoder.milliseconds('draft'):.0f}",
+            f"{decoder.milliseconds('verify'):.0f}",
+            f"{decoder.tokens_per_second:.1f}",
+            f"{ratio:.2f}",
+            " to ".join(f"{bound:.2f}" for bound in bounds),
+            f"{count_identical(decoder, plain)} of {len(plain.answers)}",
+        )
+    return table
+
+
+def describe_llama_cpp(threads: int) -> str:
+    """Return the command that decodes with the same pair in llama.cpp, where that is installed."""
+    local = Path(".llama-cpp/llama-server")
+    program = str(local) if local.exists() else shutil.which("llama-server")
+    if program is None:
+        return "llama.cpp is not installed: make llama-cpp brings it"
+    return (
+        f"in llama.cpp: {program} -m {MODELS[TARGET].path} -md {MODELS[DRAFTER].path} "
+        f"--spec-type draft-simple --spec-draft-n-max 3 -t {threads}"
+    )
+
+
+def describe_result(decoders: list[Decoder]) -> str:
+    """Return the last line: how many times as fast the best drafter of the trial prompts is on the
+    others.
+    """
+    plain, *drafted = decoders
+    trial = slice(0, NUM_TRIALS)
+    best = max(drafted, key=lambda decoder: compare(decoder, plain, trial)[0])
+    ratio, bounds = compare(best, plain, slice(NUM_TRIALS, None))
+    number = len(plain.answers) - NUM_TRIALS
+    same = count_identical(best, plain)
+    outputs = (
+        "outputs identical"
+        if same == len(plain.answers)
+        else f"{len(plain.answers) - same} outputs differ"
+    )
+    limits = f" (95 % {bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+    verdict = "" if ratio > 1 else "; drafting does not pay on this machine"
+    return (
+        f"{best.name}: {ratio:.2f} times as fast{limits}, {outputs}, on {number} prompts with "
+        f"{torch.get_num_threads()} threads{verdict}"
+    )
+
+
+def count_gigabytes(*models: Target | Drafter) -> float:
+    weights = {id(weight): weight for model in models for weight in model.parameters()}
+    return sum(weight.nbytes for weight in weights.values()) / 1e9
+
+
+def list_numbers(decoders: list[Decoder]) -> list[dict[str, object]]:
+    """Return what was measured, by way of decoding."""
+    plain = decoders[0]
+    rows: list[dict[str, object]] = []
+    for decoder in decoders:
+        ratio, bounds = compare(decoder, plain, slice(None))
+        rows.append(
+            {
+                "name": decoder.name,
+                "prompts": len(decoder.answers),
+                "tokens_per_forward": decoder.tokens_per_forward,
+                "tokens_per_second": decoder.tokens_per_second,
+                "draft_ms": decoder.milliseconds("draft"),
+                "verify_ms": decoder.milliseconds("verify"),
+                "speedup": ratio,
+                "interval": bounds,
+                "identical": count_identical(decoder, plain),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    run_benchmark(CoderPair)
