@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain.data.chat import tokenize_question
-from spectrain.data.datastore import Datastore, hash_vocabulary, write_store_files
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -168,7 +168,7 @@ class CoderPair:
             if sum(map(len, stored)) + len(text) <= MAX_STORE_TOKENS:
                 stored.append(text)
         facts = {"tokenizer": hash_vocabulary(target.tokenizer)}
-        size = write_store_files(folder, stored, [], [], facts)
+        size = write_store(folder, stored, [], [], facts)
         console.print(
             f"{len(files)} files of {self.code}: {num_continued} are continued, and copies come "
             f"from {size:,} tokens of the others"

@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from spectrain.eval.prompts import read_prompts
 from spectrain.models.bundled import convert_smollm2, find_smollm2
 from spectrain.models.loading import load_hf, load_smollm2, load_tiny, prepare_dense_weights
 from spectrain.models.published import MODELS, locate_model
+from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.provenance import collect_provenance
 
@@ -178,7 +179,7 @@ class SideBySide:
 
     def read_prompts(self) -> list[list[int]]:
         """Return the tokens of the first turn of every prompt."""
-        loaders = {"tiny": load_tiny, "smollm2": load_smollm2}
+        loaders: dict[str, Callable[..., Target]] = {"tiny": load_tiny, "smollm2": load_smollm2}
         load = loaders.get(self.target, partial(load_hf, self.target))
         target = load(parts="head")
         prompts = read_prompts(self.source, self.num_prompts).prompts

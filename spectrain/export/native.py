@@ -15,7 +15,7 @@ from spectrain.config.check import check_node
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.block_drafter import default_layers
-from spectrain.drafters.layers.layers import LAYER_KEYS
+from spectrain.drafters.layers.llama_layer import LAYER_KEYS
 from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
