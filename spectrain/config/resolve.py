@@ -16,6 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from spectrain.errors import UserError
+
 from .build import GroupSpec, Layer, to_containers
 from .check import check_config
 from .choices import (
@@ -63,6 +65,7 @@ def resolve(
     if lower is None:
         checked = check_config(config, allowed_keys)
         layers = find_layers(checked, words, recipe, file)
+        check_no_empty_group(checked, layers)
     else:
         composed, requested = split_command(flatten_groups(config), words)
         merged, layers = merge_layers(
@@ -78,6 +81,22 @@ def resolve(
             if list_constructors(key)
         },
     }
+
+
+def check_no_empty_group(config: Mapping[str, Any], layers: Layers) -> None:
+    """Raise a UserError where a command, or its file, sets a value of a group without a choice,
+    which nothing reads. A group that it empties itself, as in eval=none, may have some.
+    """
+    for group, own in layers.items():
+        if "_target_" in config[group] or own.get("choice") in ("command", "file"):
+            continue
+        name = next((name for name, layer in own.items() if layer in ("command", "file")), None)
+        if name is not None and list_constructors(group):
+            choices = sorted({*choice_files(group, list_folders())} - {"none"})
+            raise UserError(
+                f"{group}.{name} is read by nothing, because no {group} is chosen; choose one too, "
+                f"as in {group}={choices[0]} (valid are {', '.join(choices)})"
+            )
 
 
 def find_named_keys(words: Iterable[str]) -> dict[str, set[str]]:

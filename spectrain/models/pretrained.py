@@ -18,13 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError, first_line
 
-from .checkpoint_files import INDEX_FILE, read_index
+from .checked_tensors import open_tensors
+from .checkpoint_files import INDEX_FILE, SINGLE_FILE, read_index
 
 REPORT_ROW = re.compile(
     r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)",
@@ -33,6 +37,12 @@ REPORT_ROW = re.compile(
 """A row of the report of transformers about a weight that was not loaded."""
 LAYER_WEIGHT = re.compile(r"(?P<layers>\D+\.)(?P<index>\d+)\.(?P<weight>.+)")
 """The name of a weight of a layer, as in model.layers.3.mlp.up_proj.weight."""
+QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of config.json that say how weights are quantized."""
+REAL_DTYPES = ("F", "BF")
+"""Beginnings of the names of safetensors' types of real numbers."""
+SCALES = (".weight_scale", ".weight_scale_inv")
+"""Ends of the names of tensors by which quantized weights are multiplied."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
 ADVICE = "save the model again with all its weights, or use another checkpoint"
 
@@ -41,15 +51,13 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
     """Load a model by a class of transformers from a directory or the hub; `options` are those of
     its `from_pretrained`.
 
-    A UserError that begins with `key`, as in target.model, names a weight that is missing or has
-    another shape.
+    A UserError that begins with `key`, as in target.model, names a weight that is missing, has
+    another shape, or is quantized without a word of it in config.json.
     """
     # With the sizes ignored, transformers names the weights instead of ending with a reference to
     # its report.
     asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    index = Path(model) / INDEX_FILE
-    if index.exists():
-        read_index(index)
+    files = [] if "gguf_file" in options else list_dense_files(model, options.get("revision"))
     with hold_back_reports() as reports, clear_bars():
         try:
             network, info = model_class.from_pretrained(model, **asked)
@@ -69,6 +77,7 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             describe_fault(info)
             or describe_reported_fault(reports)
             or describe_left_out_layer(info["unexpected_keys"], network)
+            or describe_unread_quantization(files, info["unexpected_keys"])
         )
         if fault is not None:
             reports.clear()
@@ -140,6 +149,52 @@ def describe_left_out_layer(unexpected: Collection[str], network: nn.Module) -> 
                 "model has no such layer"
             )
     return None
+
+
+def describe_unread_quantization(
+    files: Collection[Path], unexpected: Collection[str]
+) -> str | None:
+    """Describe the first weight that transformers took for real numbers although its files hold
+    integers, or scales of it; None where there is none.
+    """
+    if not files:
+        return None
+    scales = [name for name in unexpected if name.endswith(SCALES)]
+    if scales:
+        return (
+            f"{min(scales)} is among its weights, and its config.json does not say how they are "
+            "quantized"
+        )
+    for file in files:
+        with open_tensors(file, "copy the file again") as tensors:
+            for name in set(tensors.keys()).difference(unexpected):
+                dtype = tensors.get_slice(name).get_dtype()
+                if name.endswith(".weight") and not dtype.startswith(REAL_DTYPES):
+                    return f"{name} holds no real numbers ({dtype}) in its files"
+    return None
+
+
+def list_dense_files(model: Any, revision: str | None) -> list[Path]:
+    """Return the safetensors files that transformers loads of a directory, or of a name on the hub
+    from the hub's cache; none where config.json says that weights are quantized.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            config = try_to_load_from_cache(str(model), "config.json", revision=revision)
+        except HFValidationError:  # transformers says what is wrong with the name
+            config = None
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    path = folder / "config.json"
+    config = read_json_object(path) if path.exists() else {}
+    parts = (config, config.get("text_config"))
+    if any(isinstance(part, dict) and not part.keys().isdisjoint(QUANTIZED) for part in parts):
+        return []
+    index = folder / INDEX_FILE
+    names = {*read_index(index).values()} if index.exists() else {SINGLE_FILE}
+    return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 
 def group_by_layer(weights: Collection[str]) -> dict[tuple[str, int], set[str]]:

@@ -16,6 +16,7 @@ from spectrain.config.build import LAYERS
 from spectrain.config.choices import load_schema
 from spectrain.config.resolve import default_group, find_named_keys, merge_layers, split_command
 from spectrain.config.spec import RunSpec
+from spectrain.errors import UserError
 
 CHAIN = {"_target_": "spectrain.trees.Chain", "depth": 7}
 
@@ -64,6 +65,19 @@ def test_a_spec_knows_who_set_a_value() -> None:
     assert spec.trainer.find_layer("choice") == "config"
     assert spec.drafter.find_layer("choice") == "recipe"
     assert spec.source.layer == "config"
+
+
+@pytest.mark.parametrize("group, key", [("adapter", "rank"), ("tracker", "project")])
+def test_a_setting_that_nothing_reads_is_refused(group: str, key: str) -> None:
+    """A group without a choice has no constructor that would read it; a group that the command
+    empties itself may have some.
+    """
+    words = {"recipe": "eagle3", "target": "tiny", f"{group}.{key}": 4}
+    with hydra_context():
+        with pytest.raises(UserError, match=f"{group}.{key} is read by nothing, .* {group}="):
+            compose_spec(words)
+        emptied = {"recipe": "eagle3", "target": "tiny", "tracker": "none", "tracker.project": 4}
+        assert not compose_spec(emptied).tracker
 
 
 @pytest.mark.parametrize("group", ["target", "tree", "acceptance", "eval", "trainer"])

@@ -111,6 +111,21 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
         "model has no such layer",
         {},
     ),
+    "integers": (
+        lambda weights: weights.update({UP: (100 * weights[UP]).to(torch.int8)}),
+        rf"{UP} holds no real numbers \(I8\) in its files",
+        {},
+    ),
+    "truth values": (
+        lambda weights: weights.update({UP: weights[UP] > 0}),
+        rf"{UP} holds no real numbers \(BOOL\)",
+        {},
+    ),
+    "scales that config.json does not mention": (
+        lambda weights: weights.update({f"{UP}_scale_inv": torch.ones(1, 1)}),
+        f"{UP}_scale_inv is among its weights, and its config.json does not say how",
+        {},
+    ),
     "a matrix of an expert": (
         remove("experts.0.w1"),
         "mlp.experts.gate_up_proj cannot be made",
