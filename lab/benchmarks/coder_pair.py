@@ -47,6 +47,7 @@ from spectrain.models.device import choose_work_clock
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
+from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 from spectrain.trees import Chain, TreeBuilder
 
@@ -63,7 +64,7 @@ NUM_TRIALS = 2
 MAX_FILE_BYTES = 200_000
 MAX_STORE_TOKENS = 2_000_000
 CONTEXT_TOKENS = 256
-"""Tokens of a file of which the next ones are asked for."""
+"""Tokens of a file of which the next ones are wanted."""
 
 
 @dataclass
@@ -132,7 +133,8 @@ class CoderPair:
         prepare_for_decoding(drafter, target)
         console.print(
             f"{TARGET} and its drafter {DRAFTER} are loaded in {time.perf_counter() - started:.0f} "
-            f"s: {count_gigabytes(target, drafter):.2f} GB, {torch.get_num_threads()} threads"
+            f"s: {count_gigabytes(target, drafter):.2f} GB, "
+            f"{format_threads(torch.get_num_threads())}"
         )
         with TemporaryDirectory() as folder:
             prompts, store = self.read_prompts(target, Path(folder), console)
@@ -149,7 +151,7 @@ class CoderPair:
     ) -> tuple[list[list[int]], Datastore | None]:
         """Return the prompts in tokens, and the store of the folder of code if there is one."""
         lines = PROMPTS.read_text().splitlines()
-        asked = [
+        questions = [
             tokenize_question(
                 target.template,
                 Conversation([{"role": "user", "content": json.loads(line)["prompt"]}]),
@@ -157,7 +159,7 @@ class CoderPair:
             for line in lines
         ]
         if self.code is None:
-            return asked[: self.num_prompts], None
+            return questions[: self.num_prompts], None
         files = read_code(Path(self.code).expanduser())
         num_continued = min(self.num_prompts // 2, len(files) // 2)
         texts = [target.tokenizer.encode(text) for text in files]
@@ -175,8 +177,8 @@ class CoderPair:
         )
         # The middle of a file, behind which much is left to write.
         cut = [text[max(0, len(text) // 2 - CONTEXT_TOKENS) : len(text) // 2] for text in continued]
-        mixed = [prompt for pair in zip(cut, asked) for prompt in pair]
-        mixed += asked[num_continued : self.num_prompts - num_continued]
+        mixed = [prompt for pair in zip(cut, questions) for prompt in pair]
+        mixed += questions[num_continued : self.num_prompts - num_continued]
         return mixed, Datastore(str(folder), target.tokenizer)
 
 
@@ -306,7 +308,7 @@ def describe_result(decoders: list[Decoder]) -> str:
     verdict = "" if ratio > 1 else "; drafting does not pay on this machine"
     return (
         f"{best.name}: {ratio:.2f} times as fast{limits}, {outputs}, on {number} prompts with "
-        f"{torch.get_num_threads()} threads{verdict}"
+        f"{format_threads(torch.get_num_threads())}{verdict}"
     )
 
 
