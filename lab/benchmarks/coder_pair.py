@@ -200,7 +200,6 @@ def read_code(folder: Path) -> list[str]:
 
 def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> list[Decoder]:
     """Return plain decoding first, and what is compared with it."""
-    copies_name = "copies" if store is None else "copies of your code"
     copies = Retrieval(target)
     copies.copying = CopySource(store)
     both = DrafterWithCopies(drafter, CopySource(store))
@@ -209,9 +208,9 @@ def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> l
         Decoder("0.5B, chain of 2", drafter, Chain(2)),
         Decoder("0.5B, chain of 3", drafter, Chain(3)),
         Decoder("0.5B, chain of 4", drafter, Chain(4)),
-        Decoder("0.5B, up to 6 if sure", drafter, Chain(6, stop=0.5)),
-        Decoder(f"0.5B, {copies_name}", both, Chain(4)),
-        Decoder(copies_name, copies, Chain(4)),
+        Decoder("0.5B, 6 if sure", drafter, Chain(6, stop=0.5)),
+        Decoder("0.5B + copies", both, Chain(4)),
+        Decoder("copies", copies, Chain(4)),
     ]
 
 
@@ -256,12 +255,12 @@ def count_identical(decoder: Decoder, plain: Decoder) -> int:
 
 def make_table(decoders: list[Decoder]) -> Table:
     plain = decoders[0]
-    table = Table(box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for column in ("tokens per forward", "ms to draft", "to verify", "tokens/s", "speedup"):
+    for column in ("tokens per forward", "draft ms", "verify ms", "tokens per s", "speedup"):
         table.add_column(column, justify="right")
     table.add_column("95 %", justify="right", no_wrap=True)
-    table.add_column("identical", justify="right")
+    table.add_column("same", justify="right", no_wrap=True)
     for decoder in decoders:
         ratio, bounds = compare(decoder, plain, slice(None))
         table.add_row(
