@@ -69,6 +69,7 @@ IMPOSED = {
     "spectrain_cpu/linear.py:_emit_tile",  # it emits the code of a kernel
 }
 CONFIGURED = {
+    "drafters/causal.py:Causal",
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",

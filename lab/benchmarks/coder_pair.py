@@ -47,6 +47,7 @@ from spectrain.models.device import choose_work_clock
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
+from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 from spectrain.trees import Chain, TreeBuilder
 
@@ -63,7 +64,7 @@ NUM_TRIALS = 2
 MAX_FILE_BYTES = 200_000
 MAX_STORE_TOKENS = 2_000_000
 CONTEXT_TOKENS = 256
-"""Tokens of a file of which the next ones are asked for."""
+"""Tokens of a file of which the next ones are wanted."""
 
 
 @dataclass
@@ -132,7 +133,8 @@ class CoderPair:
         prepare_for_decoding(drafter, target)
         console.print(
             f"{TARGET} and its drafter {DRAFTER} are loaded in {time.perf_counter() - started:.0f} "
-            f"s: {count_gigabytes(target, drafter):.2f} GB, {torch.get_num_threads()} threads"
+            f"s: {count_gigabytes(target, drafter):.2f} GB, "
+            f"{format_threads(torch.get_num_threads())}"
         )
         with TemporaryDirectory() as folder:
             prompts, store = self.read_prompts(target, Path(folder), console)
@@ -149,7 +151,7 @@ class CoderPair:
     ) -> tuple[list[list[int]], Datastore | None]:
         """Return the prompts in tokens, and the store of the folder of code if there is one."""
         lines = PROMPTS.read_text().splitlines()
-        asked = [
+        questions = [
             tokenize_question(
                 target.template,
                 Conversation([{"role": "user", "content": json.loads(line)["prompt"]}]),
@@ -157,7 +159,7 @@ class CoderPair:
             for line in lines
         ]
         if self.code is None:
-            return asked[: self.num_prompts], None
+            return questions[: self.num_prompts], None
         files = read_code(Path(self.code).expanduser())
         num_continued = min(self.num_prompts // 2, len(files) // 2)
         texts = [target.tokenizer.encode(text) for text in files]
@@ -175,8 +177,8 @@ class CoderPair:
         )
         # The middle of a file, behind which much is left to write.
         cut = [text[max(0, len(text) // 2 - CONTEXT_TOKENS) : len(text) // 2] for text in continued]
-        mixed = [prompt for pair in zip(cut, asked) for prompt in pair]
-        mixed += asked[num_continued : self.num_prompts - num_continued]
+        mixed = [prompt for pair in zip(cut, questions) for prompt in pair]
+        mixed += questions[num_continued : self.num_prompts - num_continued]
         return mixed, Datastore(str(folder), target.tokenizer)
 
 
@@ -198,7 +200,6 @@ def read_code(folder: Path) -> list[str]:
 
 def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> list[Decoder]:
     """Return plain decoding first, and what is compared with it."""
-    copies_name = "copies" if store is None else "copies of your code"
     copies = Retrieval(target)
     copies.copying = CopySource(store)
     both = DrafterWithCopies(drafter, CopySource(store))
@@ -207,9 +208,9 @@ def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> l
         Decoder("0.5B, chain of 2", drafter, Chain(2)),
         Decoder("0.5B, chain of 3", drafter, Chain(3)),
         Decoder("0.5B, chain of 4", drafter, Chain(4)),
-        Decoder("0.5B, up to 6 if sure", drafter, Chain(6, stop=0.5)),
-        Decoder(f"0.5B, {copies_name}", both, Chain(4)),
-        Decoder(copies_name, copies, Chain(4)),
+        Decoder("0.5B, 6 if sure", drafter, Chain(6, stop=0.5)),
+        Decoder("0.5B + copies", both, Chain(4)),
+        Decoder("copies", copies, Chain(4)),
     ]
 
 
@@ -254,12 +255,12 @@ def count_identical(decoder: Decoder, plain: Decoder) -> int:
 
 def make_table(decoders: list[Decoder]) -> Table:
     plain = decoders[0]
-    table = Table(box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for column in ("tokens per forward", "ms to draft", "to verify", "tokens/s", "speedup"):
+    for column in ("tokens per forward", "draft ms", "verify ms", "tokens per s", "speedup"):
         table.add_column(column, justify="right")
     table.add_column("95 %", justify="right", no_wrap=True)
-    table.add_column("identical", justify="right")
+    table.add_column("same", justify="right", no_wrap=True)
     for decoder in decoders:
         ratio, bounds = compare(decoder, plain, slice(None))
         table.add_row(
@@ -306,7 +307,7 @@ def describe_result(decoders: list[Decoder]) -> str:
     verdict = "" if ratio > 1 else "; drafting does not pay on this machine"
     return (
         f"{best.name}: {ratio:.2f} times as fast{limits}, {outputs}, on {number} prompts with "
-        f"{torch.get_num_threads()} threads{verdict}"
+        f"{format_threads(torch.get_num_threads())}{verdict}"
     )
 
 

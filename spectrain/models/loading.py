@@ -262,8 +262,7 @@ def load_hf(
     if path.suffix == ".gguf":
         name = name or (model if model in MODELS else path.stem)
     model, path, network = prepare_gguf(model, path, device, dtype, quantization, network)
-    keeps_blocks = quantization in BLOCK_QUANTIZATIONS
-    check_path(model, path, reads_weights and not keeps_blocks)
+    check_path(model, path, reads_weights and quantization not in BLOCK_QUANTIZATIONS)
     if parts == "head":
         check_head_settings(sharding, quantization)
         network = build_empty_network if reads_weights else network
@@ -287,7 +286,7 @@ def load_hf(
             "dtype": weight_dtype,
             **hub,
         }
-        if reads_weights and parts == "all" and not keeps_blocks:
+        if reads_weights and parts == "all" and quantization not in BLOCK_QUANTIZATIONS:
             options |= quantization_options(model, config, quantization, weight_dtype, device)
         with suggest_package(model, config, quantization):
             built = _build_network(network, model, config, device, sharding, options)

@@ -76,30 +76,30 @@ def order_bytes(word: Any) -> Any:
 
 
 @compile_inline
-def store_low(eight: Any, place: int) -> None:
+def store_low(eight: Any, address: int) -> None:
     """Store the low four bits of eight integers in a line."""
-    store_four(place, order_bytes(eight | (eight >> np.uint64(12))))
+    store_four(address, order_bytes(eight | (eight >> np.uint64(12))))
 
 
 @compile_inline
 def join_high(eight: Any, bits: int, fours: int) -> Any:
-    """Return further bits of eight integers, the numbers `fours` of a line, at their place."""
+    """Return the further bits of eight integers where a line has those of its eighth `fours`."""
     joined = order_bytes(eight | (eight >> np.uint64(16 - bits)))
     return joined << np.uint64(2 * bits * fours)
 
 
 @compile_inline
-def pack_nibbles(source: int, count: int, place: int) -> None:
+def pack_nibbles(source: int, count: int, address: int) -> None:
     """Store the low halves of bytes, and behind them the high halves, in lines."""
     for eight in range(count // 8):
         content = load_eight(source + 8 * eight)
-        store_low(content & LOW_HALVES, place + LINE * eight)
+        store_low(content & LOW_HALVES, address + LINE * eight)
         high = (content >> np.uint64(4)) & LOW_HALVES
-        store_low(high, place + LINE * (count // 8 + eight))
+        store_low(high, address + LINE * (count // 8 + eight))
 
 
 @compile_inline
-def pack_single_bits(source: int, place: int) -> None:
+def pack_single_bits(source: int, address: int) -> None:
     """Store 32 bits, one of each integer, in a line."""
     content = load_eight(source)
     line = np.uint64(0)
@@ -108,25 +108,25 @@ def pack_single_bits(source: int, place: int) -> None:
         spread = (((content >> np.uint64(8 * eight)) & BYTE) * LOW_BITS) & DIAGONAL
         bits = ((spread + ALL_BUT_TOP) >> np.uint64(7)) & LOW_BITS
         line |= join_high(bits, 1, eight)
-    store_four(place, line)
+    store_four(address, line)
 
 
 @compile_inline
-def pack_bytes(source: int, place: int) -> None:
+def pack_bytes(source: int, address: int) -> None:
     """Store 32 integers of eight bits in lines."""
     for eight in range(4):
         content = load_eight(source + 8 * eight)
-        store_four(place + 2 * LINE * eight, order_bytes(content))
-        store_four(place + 2 * LINE * eight + LINE, order_bytes(content >> np.uint64(16)))
+        store_four(address + 2 * LINE * eight, order_bytes(content))
+        store_four(address + 2 * LINE * eight + LINE, order_bytes(content >> np.uint64(16)))
 
 
 @compile_inline
-def pack_six_bits(source: int, place: int, block_bytes: int) -> None:
+def pack_six_bits(source: int, address: int, block_bytes: int) -> None:
     """Store the 256 integers of a block of Q6_K in the lines of eight blocks."""
     for block in range(8):
         half = block // 4
         part = block % 4
-        start = place + block * block_bytes
+        start = address + block * block_bytes
         low = source + 64 * half + BLOCK * (part % 2)
         high = source + 128 + BLOCK * half
         line = np.uint64(0)
@@ -141,25 +141,25 @@ def pack_six_bits(source: int, place: int, block_bytes: int) -> None:
 
 
 @compile_inline
-def pack_integers(kind: int, source: int, place: int, block_bytes: int) -> None:
+def pack_integers(kind: int, source: int, address: int, block_bytes: int) -> None:
     """Store the integers of a block of a file, at an address, as those of an output of a panel."""
     if kind == Q4_K:
         for part in range(4):
-            start = place + 2 * part * block_bytes
+            start = address + 2 * part * block_bytes
             for eight in range(4):
                 content = load_eight(source + 16 + BLOCK * part + 8 * eight)
                 store_low(content & LOW_HALVES, start + LINE * eight)
                 high = (content >> np.uint64(4)) & LOW_HALVES
                 store_low(high, start + block_bytes + LINE * eight)
     elif kind == Q6_K:
-        pack_six_bits(source, place, block_bytes)
+        pack_six_bits(source, address, block_bytes)
     elif kind == Q8_0:
-        pack_bytes(source + 2, place)
+        pack_bytes(source + 2, address)
     elif kind == Q5_0:
-        pack_nibbles(source + 6, BLOCK // 2, place)
-        pack_single_bits(source + 2, place + 4 * LINE)
+        pack_nibbles(source + 6, BLOCK // 2, address)
+        pack_single_bits(source + 2, address + 4 * LINE)
     else:
-        pack_nibbles(source + (4 if kind == Q4_1 else 2), BLOCK // 2, place)
+        pack_nibbles(source + (4 if kind == Q4_1 else 2), BLOCK // 2, address)
 
 
 @compile_inline
@@ -209,8 +209,8 @@ def pack_rows(
             row = rows + (COLUMNS * number + out) * groups * file_bytes
             for group in range(groups):
                 source = row + group * file_bytes
-                place = panel + group * group_blocks * block_bytes + 4 * out
-                pack_integers(kind, source, place, block_bytes)
+                address = panel + group * group_blocks * block_bytes + 4 * out
+                pack_integers(kind, source, address, block_bytes)
                 scales = panel + scale_start + group * group_bytes
                 pack_scales(
                     kind,

@@ -384,6 +384,9 @@ class BlockProduct:
             first += weight.shape[0]
         self.num_outputs = first
         self.segments = torch.tensor(numbers, dtype=torch.int64)
+        # Asking a tensor takes time at every call.
+        self.segments_address = self.segments.data_ptr()
+        self.num_segments = len(numbers)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [.., K] times the weights plus the bias, [.., O], in the type of x, which is
@@ -399,8 +402,8 @@ class BlockProduct:
         team = current_team()
         records = record_memory(rows * self.width // BLOCK * self.record_bytes)
         multiply_segments(
-            self.segments.data_ptr(),
-            len(self.segments),
+            self.segments_address,
+            self.num_segments,
             x.data_ptr(),
             self.record_bytes,
             records.data_ptr(),

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from spectrain.models.block_weights import BlockWeight
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.residual_stream import only_reads_input
 
@@ -70,7 +71,9 @@ class CompiledDecoder:
             *[(table, name) for table, name in parameters if table[name] is not None]
         )
         self.weights = [table[name] for table, name in zip(self.tables, self.names)]
-        self.versions = list(map(GET_VERSION, self.weights))
+        # Weights in the blocks of a GGUF file cannot be written to.
+        self.written = [weight for weight in self.weights if not isinstance(weight, BlockWeight)]
+        self.versions = list(map(GET_VERSION, self.written))
         products = [
             product for forward in self.forwards for product in forward.layer_kernels.products
         ]
@@ -88,7 +91,7 @@ class CompiledDecoder:
             and not any(self.hooks)
             and all(map(operator.is_, map(GET_FORWARD, self.attributes), self.overrides))
             and all(map(operator.is_, map(operator.getitem, self.tables, self.names), self.weights))
-            and list(map(GET_VERSION, self.weights)) == self.versions
+            and list(map(GET_VERSION, self.written)) == self.versions
             and all(map(operator.is_, map(GET_PACKED, self.sources), self.packed))
         )
 

@@ -229,8 +229,9 @@ class PackedWeights:
         """Return the type in which the stacked weights are multiplied."""
         dtype = self.linears[0].weight.dtype
         size = sum(linear.weight.numel() for linear in self.linears)
-        is_kept = self._are_blocks or not self.low_precision
-        if is_kept or (dtype == torch.float32 and not is_large_weight(size)):
+        if self._are_blocks or not self.low_precision:
+            return dtype
+        if dtype == torch.float32 and not is_large_weight(size):
             return dtype
         reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
         if is_large_weight(size) and has_int8() and not reads_features:
