@@ -92,7 +92,7 @@ def check_no_empty_group(config: Mapping[str, Any], layers: Layers) -> None:
             continue
         name = next((name for name, layer in own.items() if layer in ("command", "file")), None)
         if name is not None and list_constructors(group):
-            choices = sorted({*choice_files(group, list_folders())} - {"none"})
+            choices = sorted({*choice_files(group)} - {"none"})
             raise UserError(
                 f"{group}.{name} is read by nothing, because no {group} is chosen; choose one too, "
                 f"as in {group}={choices[0]} (valid are {', '.join(choices)})"
