@@ -25,8 +25,12 @@ def load_cases(module: str) -> dict[str, Any]:
         if (root.joinpath(*folder.split("."), f"{name.removeprefix('test_')}_cases.py")).exists():
             assert find_spec(path) is not None, f"{path} is found from the root of the repository"
             for table, more in import_module(path).CASES.items():
-                own = cases.get(table, type(more)())
-                cases[table] = own | more if isinstance(own, dict) else own + more
+                if table not in cases:
+                    cases[table] = more
+                elif isinstance(more, dict):
+                    cases[table] = cases[table] | more
+                else:
+                    cases[table] = cases[table] + more
     return cases
 
 
