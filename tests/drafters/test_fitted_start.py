@@ -205,7 +205,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
-def test_a_training_goes_on_behind_its_fit_and_resumes(
+def test_a_training_continues_after_its_fit_and_resumes(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step takes the batch behind those that the fit read; resumed equals uninterrupted,
@@ -243,7 +243,7 @@ def test_a_training_goes_on_behind_its_fit_and_resumes(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_a_fit_reads_as_many_tokens_as_it_is_told(
+def test_a_fit_reads_as_many_tokens_as_set(
     shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The fit stops after the batch that reaches fit_tokens, and the printed number is that of

@@ -156,7 +156,7 @@ def test_budgets_are_spent(comparison_folder: Path) -> None:
     assert all(row["name"] in text for row in rows)
 
 
-def test_every_run_is_validated_at_the_same_places(
+def test_every_run_is_validated_at_the_same_positions(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recipes with other data limits, families and stages hold the same conversations out, and

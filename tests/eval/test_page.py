@@ -361,7 +361,7 @@ def read_answers(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram", "auto"])
-def test_answers_are_whole(browser: Browser, folders: dict[str, Path], name: str) -> None:
+def test_answers_are_complete(browser: Browser, folders: dict[str, Path], name: str) -> None:
     """Each answer is shown to its end, and the system that is shown drafts in every round."""
     page, _ = open_page(browser, folders[name] / "report.html", "desktop")
     *turns, _ = read_lines(folders[name], "drafts.jsonl")
@@ -373,7 +373,7 @@ def test_answers_are_whole(browser: Browser, folders: dict[str, Path], name: str
     page.close()
 
 
-def test_answers_without_rounds_are_whole(
+def test_answers_without_rounds_are_complete(
     browser: Browser, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Where some rounds were not recorded, the answers are still shown to their ends."""
@@ -391,7 +391,7 @@ def test_answers_without_rounds_are_whole(
 
 
 @pytest.mark.parametrize("name", ["eagle3", "comparison"])
-def test_numbers_stand_beside_names_on_a_phone(
+def test_numbers_stand_next_to_names_on_a_phone(
     browser: Browser, folders: dict[str, Path], name: str
 ) -> None:
     """Each number is to the right of its row's name, with its title, and needs no scrolling."""
@@ -489,7 +489,7 @@ def test_the_learning_curve_begins_with_the_start(
     assert learning_curve(points[:1], "one") is None
 
 
-def test_before_and_after_stand_beside_each_other(
+def test_before_and_after_stand_side_by_side(
     browser: Browser, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """The figure has a number for each drafter of each fixed tree, the one before training too."""
