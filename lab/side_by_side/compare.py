@@ -223,7 +223,12 @@ class SideBySide:
         """Start the process of a package, and end it with the comparison."""
         file, is_peer = WORKERS[package]
         python = str(self.python) if is_peer else sys.executable
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self.threads),
+            # Progress bars of loading.
+            "TQDM_DISABLE": "1",
+        }
         # A worker imports the protocol from here.
         own_paths = [] if is_peer else [os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, own_paths)])

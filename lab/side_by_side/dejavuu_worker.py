@@ -21,12 +21,20 @@ DRAFTED = 8  # tokens a round at most, the package's default
 NO_TOKEN = -1  # no token ends the text
 
 
+class Backend(HFBackend):
+    """The package's backend with the sign that a cache of transformers 5.23 is cut by."""
+
+    def rollback_kv(self, kv: Any, committed: int) -> Any:
+        surplus = kv.get_seq_length() - committed
+        if surplus > 0:
+            kv.crop(-surplus)
+        return kv
+
+
 def main() -> None:
     setting = read_setting()
     torch.set_num_threads(setting.threads)
-    backend = HFBackend(
-        setting.target, device="cpu", dtype=setting.dtype, attn_implementation="sdpa"
-    )
+    backend = Backend(setting.target, device="cpu", dtype=setting.dtype, attn_implementation="sdpa")
     systems = {name: make_decode(backend, method) for name, method in METHODS.items()}
     serve(version("dejavuu"), systems)
 
@@ -38,7 +46,8 @@ def make_decode(backend: Any, method: str) -> Decode:
             result = generate(
                 backend, prompt, tokens, drafter, DRAFTED, NO_TOKEN, tree=method in TREES
             )
-        return Decoding([int(token) for token in result.tokens][:tokens], result.steps)
+        # The first step yields the token that elsewhere the prompt's forward yields.
+        return Decoding([int(token) for token in result.tokens][:tokens], result.steps - 1)
 
     return decode
 

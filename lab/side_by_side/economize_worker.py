@@ -5,6 +5,7 @@ from typing import Any
 
 import economize
 import torch
+from economize.decoding.cost import CostKind
 from economize.techniques.lookup import LookupConfig
 from transformers import AutoModelForCausalLM
 
@@ -35,9 +36,9 @@ def load_target(setting: Setting) -> Any:
 def make_decode(model: Any) -> Decode:
     def decode(prompt: list[int], tokens: int) -> Decoding:
         result = model.decode(torch.tensor(prompt), tokens)
-        # The first cycle reads the prompt; plain decoding has no verified cycles.
-        forwards = len(result.acceptance) or tokens - 1
-        return Decoding(result.tokens.tolist(), forwards)
+        exact = sum(event.kind == CostKind.EXACT for event in result.cost.events)
+        # The first of them reads the prompt.
+        return Decoding(result.tokens.tolist(), exact - 1)
 
     return decode
 
