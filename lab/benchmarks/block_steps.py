@@ -15,40 +15,31 @@ the other columns are printed.
 
 from __future__ import annotations
 
-import json
 import random
 import resource
-import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from rich.table import Table
 
 from spectrain.bench.throughput import time_call
-from spectrain.errors import UserError
 from spectrain.models.block_weights import BlockWeight
 from spectrain.models.loading import load_hf
 from spectrain.models.published import locate_model
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
+from spectrain.servers.commands import EngineLaunch
 from spectrain.trees.token_tree import TokenTree
+from spectrain_serve.engines.llamacpp import find_program
 
 from .command import run_benchmark
+from .llama_cpp import LlamaCppProcess
 
 ROWS = (1, 4, 8)
-SERVER_SECONDS = 300
-"""Seconds that llama.cpp's server may take to load the model."""
 STEPS = 6
 """Tokens that llama.cpp generates for a step of one row."""
 
@@ -93,45 +84,15 @@ class LlamaCppSteps:
     cached prefix and some new tokens.
     """
 
-    def __init__(self, program: str, gguf: Path, threads: int, prefix: list[int]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+    def __init__(self, server: LlamaCppProcess, prefix: list[int]) -> None:
+        self.server = server
         self.prefix = prefix
-        words = ["-m", str(gguf), "-t", threads, "-tb", threads, "-c", 1024, "-np", 1]
-        words += ["--host", "127.0.0.1", "--port", self.port]
-        self.process = subprocess.Popen(
-            [program, *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def __enter__(self) -> LlamaCppSteps:
-        deadline = time.monotonic() + SERVER_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                self.request("/health", None)
-                return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        self.__exit__()
-        raise UserError(f"llama-server does not answer within {SERVER_SECONDS} s; start it by hand")
-
-    def __exit__(self, *error: object) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-    def request(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as answer:
-            return json.load(answer)
 
     def time_rows(self, rows: int) -> float:
         new = [random.randrange(1000, 30_000) for _ in range(rows)]
         body = {"prompt": [*self.prefix, *new], "cache_prompt": True, "temperature": 0.0}
         body |= {"n_predict": STEPS if rows == 1 else 1, "ignore_eos": True}
-        timings = self.request("/completion", body)["timings"]
+        timings = self.server.request("/completion", body)["timings"]
         if rows == 1:
             return float(timings["predicted_ms"]) / timings["predicted_n"] / 1e3
         if timings["prompt_n"] == rows:
@@ -152,7 +113,7 @@ class BlockSteps:
         turns: int = 15,
         prefix: int = 150,
         dense: bool = True,
-        server: str = ".llama-cpp/llama-server",
+        server: str | None = None,
     ) -> None:
         self.model = model
         self.threads = threads
@@ -179,19 +140,15 @@ class BlockSteps:
             dense = load_hf(self.model, dtype="bfloat16")
             systems.append(System("bfloat16", OwnSteps(dense, prefix).time_rows))
         with ExitStack() as stack:
-            program = self.find_server()
+            program = find_program(self.server)
             if program is not None:
-                gguf = Path(locate_model(self.model, "model"))
-                steps = LlamaCppSteps(program, gguf, self.threads, prefix)
-                systems.append(System("llama.cpp", stack.enter_context(steps).time_rows))
+                launch = EngineLaunch(locate_model(self.model, "model"))
+                process = LlamaCppProcess(program, launch, self.threads, context=1024)
+                server = stack.enter_context(process)
+                systems.append(System("llama.cpp", LlamaCppSteps(server, prefix).time_rows))
             self.take_turns(systems)
         console.print(self.make_table(systems))
         console.print(describe_goals(systems))
-
-    def find_server(self) -> str | None:
-        """Return the program of llama.cpp's server; None where it is not installed."""
-        local = Path(self.server)
-        return str(local.resolve()) if local.exists() else shutil.which("llama-server")
 
     def take_turns(self, systems: list[System]) -> None:
         """Time every system once a turn, in alternating order; the first turn warms up."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,16 +42,19 @@ from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
-from spectrain.models.architectures.quantized import Quantization
 from spectrain.models.device import choose_work_clock
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
+from spectrain.servers.commands import to_options
 from spectrain.trees import Chain, TreeBuilder
+from spectrain_serve.engines.llamacpp import find_program
+from spectrain_serve.engines.llamacpp_command import model_options
 
 from .command import run_benchmark
+from .llama_cpp import launch_pair
 
 TARGET = "qwen2.5-coder-1.5b"
 DRAFTER = "qwen2.5-coder-0.5b"
@@ -109,7 +112,7 @@ class CoderPair:
         prompts: int = 8,
         tokens: int = 64,
         minutes: float = 7.0,
-        quantization: str = "gguf_int8",
+        quantization: Literal["gguf", "gguf_int8"] = "gguf_int8",
         vocab_size: int = 32_768,
         out: str | None = None,
     ) -> None:
@@ -118,7 +121,7 @@ class CoderPair:
         self.num_prompts = prompts
         self.tokens = tokens
         self.minutes = minutes
-        self.quantization: Quantization = "gguf" if quantization == "gguf" else "gguf_int8"
+        self.quantization = quantization
         self.vocab_size = vocab_size
         self.out = out
 
@@ -278,14 +281,12 @@ def make_table(decoders: list[Decoder]) -> Table:
 
 def describe_llama_cpp(threads: int) -> str:
     """Return the command that decodes with the same pair in llama.cpp, where that is installed."""
-    local = Path(".llama-cpp/llama-server")
-    program = str(local) if local.exists() else shutil.which("llama-server")
+    program = find_program(None)
     if program is None:
         return "llama.cpp is not installed: make llama-cpp brings it"
-    return (
-        f"in llama.cpp: {program} -m {MODELS[TARGET].path} -md {MODELS[DRAFTER].path} "
-        f"--spec-type draft-simple --spec-draft-n-max 3 -t {threads}"
-    )
+    launch = launch_pair(str(MODELS[TARGET].path), str(MODELS[DRAFTER].path), num_tokens=3)
+    words = to_options(model_options(launch) | {"-t": threads})
+    return f"in llama.cpp: {' '.join([program, *words])}"
 
 
 def describe_result(decoders: list[Decoder]) -> str:

@@ -130,7 +130,6 @@ class SideBySide:
         dtype: str = "bfloat16",
         packages: str = "spectrain,transformers,economize,flashspec,dejavuu",
         environment: str = ".venv-peers",
-        server: str = ".llama-cpp/llama-server",
         out: str | None = None,
     ) -> None:
         self.target = target
@@ -141,7 +140,6 @@ class SideBySide:
         self.dtype = dtype
         self.packages = packages.split(",")
         self.python = Path(environment) / "bin" / "python"
-        self.server = server
         self.out = out
         unknown = [name for name in self.packages if name not in WORKERS]
         if unknown:
@@ -197,7 +195,6 @@ class SideBySide:
                 self.threads,
                 eagle3=export_drafter("smollm2-eagle3", folder / "eagle3"),
                 gguf=str(find_smollm2()),
-                llama_server=self.find_server(),
             )
         if self.target not in MODELS:
             return Setting(self.target, self.target, self.dtype, self.threads)
@@ -212,11 +209,7 @@ class SideBySide:
             assistant=str(prepare_dense_weights(assistant, "cpu", self.dtype)),
             gguf=str(gguf),
             assistant_gguf=str(assistant),
-            llama_server=self.find_server(),
         )
-
-    def find_server(self) -> str | None:
-        return str(Path(self.server).resolve()) if Path(self.server).exists() else None
 
     @contextmanager
     def start(self, package: str, setting: Setting) -> Iterator[Worker]:

@@ -9,6 +9,7 @@ from flashspec.engine import NgramDrafter, TargetModel
 from transformers import AutoModelForCausalLM
 
 from lab.side_by_side.protocol import Decode, Decoding, read_setting, serve
+from lab.side_by_side.transformers_worker import make_decode
 
 CPU = torch.device("cpu")
 
@@ -27,8 +28,8 @@ def main() -> None:
         sampling=SamplingConfig(temperature=0.0, gamma=3),
     )
     engine = SpeculativeEngine(config, [NgramDrafter()], target)
-    # The package has no loop without drafts, so plain decoding is that of its target model's class.
-    systems = {"plain": decode_plainly(model), "prompt lookup, chain of 3": use_engine(engine)}
+    # The package has no loop without drafts, so plain decoding is that of transformers.
+    systems = {"plain": make_decode(model), "prompt lookup, chain of 3": use_engine(engine)}
     serve(version("flashspec"), systems)
 
 
@@ -36,23 +37,6 @@ def use_engine(engine: Any) -> Decode:
     def decode(prompt: list[int], tokens: int) -> Decoding:
         result = engine.generate(torch.tensor([prompt]), max_new_tokens=tokens, eos_token_ids=())
         return Decoding(result.output_ids[0].tolist(), len(result.arm_steps) or None)
-
-    return decode
-
-
-def decode_plainly(model: Any) -> Decode:
-    def decode(prompt: list[int], tokens: int) -> Decoding:
-        inputs = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return Decoding(output[0, len(prompt) :].tolist(), tokens - 1)
 
     return decode
 

@@ -28,7 +28,6 @@ class Setting:
     assistant: str | None = None
     gguf: str | None = None  # the target as one file, for llama.cpp
     assistant_gguf: str | None = None
-    llama_server: str | None = None
 
 
 @dataclass(frozen=True)

@@ -68,5 +68,6 @@ def drafting_options(drafter: DrafterLaunch) -> dict[str, Any]:
         )
         return {"--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": LOOKUP_MATCH, **lengths}
     assert drafter.path is not None
-    path = str(Path(drafter.path) / DRAFTER_FILE)
+    is_file = drafter.path.endswith(".gguf")
+    path = drafter.path if is_file else str(Path(drafter.path) / DRAFTER_FILE)
     return {"-md": path, "--spec-type": drafter.method, "--spec-draft-n-max": drafter.num_tokens}
