@@ -1,11 +1,11 @@
-"""Answers from a server together with the states of their tokens, in one request for each
-answer. Shapes: T tokens.
+"""Answers together with the states of their tokens: those of a server in one request for each
+answer, those of our engine while it decodes. Shapes: T tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from torch import Tensor
 from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
-from spectrain.data.dataset import make_examples
-from spectrain.data.messages import Conversation, parse_conversation
-from spectrain.data.readers import ConversationReader, JsonlReader
+from spectrain.data.messages import Conversation
+from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row
+from spectrain.drafters.base import Stage
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import FeaturesRead
+from spectrain.features.base import FeaturesRead, compute_alone
 from spectrain.features.server_capture import StoreFiller, record_failures
 from spectrain.features.server_states import (
     CapturedStates,
@@ -28,12 +28,13 @@ from spectrain.features.server_states import (
     StateRequester,
     StatesError,
 )
-from spectrain.features.store import FeatureStore
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
+from spectrain.output.count_progress import CountProgress
 from spectrain.servers.base import CompletionRequest
 from spectrain.servers.errors import ServerError
 
+from .answer_states import AnswerStates
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .regenerate import Regeneration
 from .sampling import Sampling
@@ -55,25 +56,11 @@ class CapturingWriter(ServerWriter):
     reads, because it precedes no token of the answer.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        requester: StateRequester,
-        store: FeatureStore,
-        data: ConversationReader,
-        reads_tail: bool,
-    ) -> None:
+    def __init__(self, sampling: Sampling, requester: StateRequester, states: AnswerStates) -> None:
         super().__init__(sampling, requester.server)
         self.requester = requester
-        self.store = store
-        self.data = data
-        self.target = requester.target
-        # Whether the loss reads states after the last one that a request returns.
-        self.reads_tail = reads_tail
-        # States [T, L, D] by conversation; a later answer's replace those of the prefix that it
-        # continues.
-        self.captured: dict[int, list[tuple[list[int], Tensor]]] = {}
-        self.num_stored = 0
+        self.states = states
+        self.target = states.target
 
     def recorded_settings(self) -> dict[str, Any]:
         return super().recorded_settings() | {
@@ -130,7 +117,7 @@ class CapturingWriter(ServerWriter):
         try:
             return await super()._answer_conversation(pending)
         finally:
-            self.captured.pop(pending.id, None)
+            self.states.drop_states(pending.id)
 
     async def request_answer(
         self, chat: ChatProgress, conversation: Conversation
@@ -143,74 +130,36 @@ class CapturingWriter(ServerWriter):
             )
         except StatesError as error:
             raise AnswerError("failed", str(error)) from error
-        self._add_states(chat.pending.id, captured.tokens, states)
+        self.states.add_states(chat.pending.id, captured.tokens, states)
         answer = parse_generation(self.target, captured.generated, prompt, conversation.tools)
         return replace(answer, finish_reason=reason)
-
-    def _add_states(self, conversation: int, tokens: list[int], states: Tensor) -> None:
-        earlier = self.captured.get(conversation, [])
-        kept = [entry for entry in earlier if entry[0] != tokens[: len(entry[0])]]
-        self.captured[conversation] = [*kept, (tokens, states.cpu())]
 
     async def finish_conversation(self, chat: ChatProgress) -> None:
         """Store the states of the conversation's training sequences, as far as the requests have
         returned them.
         """
-        row = {key: value for key, value in asdict(chat.finished_row).items() if value is not None}
-        captured = self.captured.get(chat.pending.id, [])
-        for example in self.make_examples(
-            parse_conversation(row, f"conversation {chat.pending.id}")
-        ):
-            states = None if self.reads_tail else find_states(example, captured)
-            if states is not None and example not in self.store:
-                self.store.put_states(example, states, self.requester.layers)
-                self.num_stored += 1
-
-    def make_examples(self, conversation: Conversation) -> list[Example]:
-        """Return the training sequences of a conversation; none of one that training would
-        refuse.
-        """
-        try:
-            template = self.data.apply_arguments(self.target.template)
-            return make_examples(
-                template, conversation, self.data.max_length, None, self.data.train_on
-            )[0]
-        except UserError:
-            return []
+        self.states.store_conversation(chat)
 
     def complete_store(self, folder: Path) -> str:
         """Capture the training sequences of a finished set that the store lacks, each by one
         request for its prompt; return a sentence with the counts."""
-        reader = JsonlReader(
-            str(folder), max_length=self.data.max_length, train_on=self.data.train_on
-        )
-        examples = reader.make_dataset(self.data.apply_arguments(self.target.template)).examples
-        distinct, missing = self.store.list_distinct(examples)
-        filler = StoreFiller(self.requester, self.store, shows_progress=True)
+        store = self.states.store
+        examples = self.states.make_set_examples(folder)
+        distinct, missing = store.list_distinct(examples)
+        filler = StoreFiller(self.requester, store, shows_progress=True)
         filler.fill_store(missing)
-        record_failures(filler.failed, examples, self.store)
+        record_failures(filler.failed, examples, store)
         if filler.failed:
             raise RunError(
-                f"{self.store.path}: {len(filler.failed)} sequences are missing; run the same "
+                f"{store.path}: {len(filler.failed)} sequences are missing; run the same "
                 "command again"
             )
         return (
-            f"{self.store.path}: {len(distinct)} sequences; {self.num_stored} by the requests of "
+            f"{store.path}: {len(distinct)} sequences; {self.states.num_stored} by the requests of "
             f"their answers, {len(missing)} by requests of their own, of {filler.num_tokens} "
             f"tokens; {self.requester.num_repeated} requested again; train with data=jsonl "
-            f"data.path={folder} source=store source.path={self.store.path}"
+            f"data.path={folder} source=store source.path={store.path}"
         )
-
-
-def find_states(example: Example, captured: list[tuple[list[int], Tensor]]) -> Tensor | None:
-    """Return the captured states of an example's tokens; None unless they reach to the last
-    token that precedes loss.
-    """
-    for tokens, states in captured:
-        count = min(len(tokens), len(example.tokens))
-        if tokens[:count] == example.tokens[:count] and not any(example.mask[count + 1 :]):
-            return states[:count]
-    return None
 
 
 def list_engine_settings(spec: RunSpec, writer: GroupSpec) -> list[str]:
@@ -232,30 +181,48 @@ def make_capturing_writer(
     data: ConversationReader,
     folder: Path,
 ) -> CapturingWriter:
-    """Return the writer of answers and states, after a check of the server, with an open store."""
-    if not spec.server:
-        raise UserError(
-            "capture=true: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
-        )
+    """Return the writer of a server's answers and their states, after a check of the server, with
+    an open store.
+    """
+    target, stage = build_captured_stage(spec)
+    for key in list_engine_settings(spec, writer):
+        if key != "target":
+            raise UserError(f"{key}: the server writes the answers; leave {key} out")
+    requester = StateRequester(spec.server.build(), target, stage.layers)
+    rows = settings.make_calibration_rows(data)
+    prompts = collect_prompts(partial(render_prompt, target.template), sampling, rows, count=4)
+    engine = requester.connect([Example(prompt, [False] * len(prompt)) for prompt in prompts])
+    states = open_states(spec, target, stage, data, folder, engine)
+    capturing = CapturingWriter(sampling, requester, states)
+    capturing.check_sampling(prompts)
+    return capturing
+
+
+def build_captured_stage(spec: RunSpec) -> tuple[Target, Stage]:
+    """Return the target, and the stage of the recipe's drafter whose features are captured."""
     for key, group in (("target", spec.target), ("recipe", spec.drafter)):
         if not group:
             raise UserError(
                 f"capture=true: say {key}=NAME, which decides on the layers that are captured"
             )
-    for key in list_engine_settings(spec, writer):
-        if key != "target":
-            raise UserError(f"{key}: the server writes the answers; leave {key} out")
     target: Target = spec.target.build()
-    stage = spec.drafter.build(target=target).stages[0]
-    requester = StateRequester(spec.server.build(), target, stage.layers)
-    rows = settings.make_calibration_rows(data)
-    prompts = collect_prompts(partial(render_prompt, target.template), sampling, rows, count=4)
+    return target, spec.drafter.build(target=target).stages[0]
+
+
+def open_states(
+    spec: RunSpec,
+    target: Target,
+    stage: Stage,
+    data: ConversationReader,
+    folder: Path,
+    # The server that fills the store, as its manifest names it; None where the target runs here.
+    engine: str | None = None,
+) -> AnswerStates:
+    """Return the states of the answers in a folder, with an open store."""
     source: StoredSource = GroupSpec(
         "source", "store", {"path": str(folder / "features"), **spec.source.settings}
     ).build()
-    source.engine = requester.connect(
-        [Example(prompt, [False] * len(prompt)) for prompt in prompts]
-    )
+    source.engine = engine
     source.prepare(target, FeaturesRead(stage.layers, stage.final_reach), None)
     store = source.own_store
     if store is None:
@@ -263,6 +230,27 @@ def make_capturing_writer(
             f"source.path={source.path}: this cache is another project's; choose another folder"
         )
     reads_tail = stage.final_reach is None
-    capturing = CapturingWriter(sampling, requester, store, data, reads_tail=reads_tail)
-    capturing.check_sampling(prompts)
-    return capturing
+    return AnswerStates(store, stage.layers, target, data, reads_tail=reads_tail)
+
+
+def complete_engine_store(states: AnswerStates, folder: Path) -> str:
+    """Let the target run the training sequences of a finished set that the store lacks; return a
+    sentence with the counts.
+    """
+    store = states.store
+    distinct, missing = store.list_distinct(states.make_set_examples(folder))
+    num_tokens = sum(len(example.tokens) for example in missing)
+    progress = CountProgress("capturing", num_tokens, unit="tokens", enabled=True)
+    try:
+        with progress:
+            for example in missing:
+                alone = compute_alone(example, states.target, states.layers)
+                store.put_states(example, alone, states.layers)
+                progress.advance(len(example.tokens))
+    finally:
+        store.flush()
+    return (
+        f"{store.path}: {len(distinct)} sequences; {states.num_stored} while their answers were "
+        f"written, {len(missing)} by a forward of their own, of {num_tokens} tokens; train with "
+        f"data=jsonl data.path={folder} source=store source.path={store.path}"
+    )

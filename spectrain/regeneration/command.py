@@ -14,7 +14,13 @@ from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_drafter, load_weights
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
-from .capture import list_engine_settings, make_capturing_writer
+from .capture import (
+    build_captured_stage,
+    complete_engine_store,
+    list_engine_settings,
+    make_capturing_writer,
+    open_states,
+)
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
 from .server import ServerWriter
@@ -62,8 +68,7 @@ def regenerate_command(
     ):
         if value:
             raise UserError(
-                f"{key}: it says which features are captured; add capture=true and a server, or "
-                f"leave {key} out"
+                f"{key}: it says which features are captured; add capture=true, or leave {key} out"
             )
     answers: AnswerWriter = (
         make_server_writer(spec, writer, sampler)
@@ -144,10 +149,41 @@ def regenerate_and_capture(
     folder: Path,
 ) -> None:
     """Write a set of answers, and a store with the states that a training on it reads."""
+    if not spec.server:
+        return capture_with_engine(spec, writer, settings, data, sampling, folder)
     capturing = make_capturing_writer(spec, writer, settings, sampling, data, folder)
     try:
         settings.run(folder, data, sampling, capturing)
     finally:
-        capturing.store.flush()
+        capturing.states.store.flush()
     if not ShardSet(folder).find_faults():
         print(capturing.complete_store(folder), flush=True)
+
+
+def capture_with_engine(
+    spec: RunSpec,
+    writer: GroupSpec,
+    settings: Regeneration,
+    data: ConversationReader,
+    sampling: Sampling,
+    folder: Path,
+) -> None:
+    """Write a set of answers by our own engine. Continuous batches give the states of what they
+    decode; the target runs what they did not.
+    """
+    if spec.run is not None:
+        raise UserError(
+            f"run={spec.run}: answers are captured without a drafter; leave run or capture=true out"
+        )
+    target, stage = build_captured_stage(spec)
+    target.require_layers("writing answers with this engine")
+    target.pack_weights()
+    states = open_states(spec, target, stage, data, folder)
+    answers: EngineWriter = writer.build(sampling=sampling, target=target)
+    answers.states = states
+    try:
+        settings.run(folder, data, sampling, answers)
+    finally:
+        states.store.flush()
+    if not ShardSet(folder).find_faults():
+        print(complete_engine_store(states, folder), flush=True)

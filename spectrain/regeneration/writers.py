@@ -19,6 +19,7 @@ from spectrain.models.accelerator import accelerator
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
+from .answer_states import AnswerStates
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling
 
@@ -67,6 +68,8 @@ class EngineWriter(AnswerWriter):
             raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
         require_template(target.template)
         self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
+        # Takes the states of answers while they are written; None captures none.
+        self.states: AnswerStates | None = None
         self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)
         require_capture(self.session, "writer.engine")
 

@@ -26,6 +26,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.features.batch import Batch
 from spectrain.features.store import FeatureStore
 from spectrain.models.target import Target
+from spectrain.regeneration.answer_states import AnswerStates
 from spectrain.regeneration.capture import CapturingWriter
 from spectrain.regeneration.chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from spectrain.regeneration.command import regenerate_command
@@ -215,14 +216,13 @@ def test_a_server_that_samples_wrongly_is_refused(
 def test_mistakes_are_named_before_anything_is_written(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:
-    """Capturing takes a server that captures, a target and a recipe; without capture a recipe
-    has no use.
+    """Capturing takes a recipe, and a server that captures where one is named; without capture a
+    recipe has no use.
     """
     for words, message in (
         (("recipe",), "capture=true: say recipe=NAME"),
         (("server=openai",), "server=openai: this server captures no states"),
         (("capture=false",), "drafter: it says which features are captured"),
-        (("server", "server.url", "server.retries"), "capture=true: name the server"),
     ):
         with pytest.raises(UserError, match=message):
             regenerate(tmp_path / "out", server, chats, *words)
@@ -234,8 +234,10 @@ PENDING = PendingRow(3, Conversation([{"role": "user", "content": "Hi"}, {"role"
 
 def fail_conversation(writer_class: type[CapturingWriter]) -> tuple[CapturingWriter, FailedRow]:
     """Return a writer without a server, and its outcome for a conversation that fails."""
-    unused: Any = SimpleNamespace(server=None, target=SimpleNamespace(template=None))
-    writer = writer_class(Sampling(), unused, unused, unused, reads_tail=False)
+    unused: Any = SimpleNamespace(server=None)
+    target: Any = SimpleNamespace(template=None)
+    states = AnswerStates(unused, (), target, unused, reads_tail=False)
+    writer = writer_class(Sampling(), unused, states)
     outcome = asyncio.run(writer._answer_conversation(PENDING))
     assert isinstance(outcome, FailedRow)
     return writer, outcome
@@ -246,10 +248,10 @@ def test_states_of_a_failed_conversation_are_dropped() -> None:
         async def request_answer(
             self, chat: ChatProgress, conversation: Conversation
         ) -> GeneratedAnswer:
-            self._add_states(chat.pending.id, [1], torch.zeros(1, 1, 4))
+            self.states.add_states(chat.pending.id, [1], torch.zeros(1, 1, 4))
             raise AnswerError("failed", "no")
 
-    assert not fail_conversation(FailingWriter)[0].captured
+    assert not fail_conversation(FailingWriter)[0].states.captured
 
 
 def test_a_conversation_that_cannot_be_rendered_fails_alone(

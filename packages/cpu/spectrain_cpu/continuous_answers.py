@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from spectrain.data.image_processor import have_images
 from spectrain.data.shards import FailedRow, Row, Shard
 from spectrain.errors import UserError
@@ -35,6 +37,7 @@ def write_continuously(
         writer.sampling.max_new_tokens,
         writer.batch_tokens,
         session.threads,
+        () if writer.states is None else writer.states.layers,
     )
     ContinuousAnswers(batch, writer, on_outcome).write_answers(shards)
     return True
@@ -107,6 +110,8 @@ class ContinuousAnswers:
         try:
             conversation = chat.next_prompt()
             if conversation is None:
+                if self.writer.states is not None:
+                    self.writer.states.store_conversation(chat)
                 outcome = chat.finished_row
             else:
                 self.waiting.append(
@@ -117,7 +122,12 @@ class ContinuousAnswers:
         except UserError as error:
             outcome = AnswerError("failed", str(error)).to_failed_row(chat.pending)
         if outcome is not None:
-            self.on_outcome(shard, outcome)
+            self._report(shard, outcome)
+
+    def _report(self, shard: Shard, outcome: Row | FailedRow) -> None:
+        if self.writer.states is not None:
+            self.writer.states.drop_states(outcome.id)
+        self.on_outcome(shard, outcome)
 
     def _start(self, answer: PendingAnswer) -> bool:
         """Start an answer, or answer its conversation alone where it never fits; return False
@@ -167,12 +177,15 @@ class ContinuousAnswers:
         try:
             chat.add_answer(self.writer.read_answer(chat, answer.prompt, text.generation))
         except AnswerError as error:
-            self.on_outcome(answer.shard, error.to_failed_row(chat.pending))
+            self._report(answer.shard, error.to_failed_row(chat.pending))
         except Exception:  # whatever a tokenizer can raise
             self._answer_alone(answer)
         else:
+            if self.writer.states is not None:
+                tokens = (answer.prompt + text.generation.output)[:-1]
+                self.writer.states.add_states(chat.pending.id, tokens, torch.cat(text.states))
             self._advance(answer.shard, chat, text.prefix)
 
     def _answer_alone(self, answer: PendingAnswer) -> None:
         for outcome in self.writer.answer_batch([answer.chat.pending]):
-            self.on_outcome(answer.shard, outcome)
+            self._report(answer.shard, outcome)

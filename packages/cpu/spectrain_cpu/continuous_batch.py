@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
+from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
 from spectrain.trees.token_tree import TokenTree
@@ -34,7 +35,8 @@ class TextPrefix:
     """
 
     tokens: list[int]
-    keys_values: Tensor  # [layers, 2, T, H, D]
+    keys_values: Tensor  # [layers, 2, T, heads, head size]
+    states: Tensor  # [T, L, D]
 
     def count_shared(self, prompt: list[int]) -> int:
         """Return the number of tokens that a prompt begins with, its last token excluded."""
@@ -51,6 +53,8 @@ class RunningText:
 
     sequence_id: int  # key of its random draws
     generation: Generation
+    # States [.., L, D] of the tokens that have run, in parts.
+    states: list[Tensor]
     # What a later prompt can begin with, once the text is done.
     prefix: TextPrefix | None = None
 
@@ -67,12 +71,15 @@ class ContinuousBatch:
         num_slots: int,
         # Chooses the number of threads of a step; null leaves it as it is.
         threads: ThreadTuner | None = None,
+        # Layers whose states the texts hold.
+        layers: tuple[Layer, ...] = (),
     ) -> None:
         assert rule.fixes_choice and not rule.layers, "a token is chosen by the logits alone"
         self.target = target
         self.rule = rule
         self.limit = max_new_tokens
         self.threads = threads
+        self.layers = layers
         self.cache = PooledCache(target.num_layers, num_slots, target.device)
         self.texts: list[RunningText] = []
 
@@ -93,16 +100,20 @@ class ContinuousBatch:
         cache = self.target.new_cache(1, len(prompt))
         lengths = torch.tensor([len(prompt)])
         num_shared = 0 if prefix is None else prefix.count_shared(prompt)
+        states = []
         if prefix is not None and num_shared:
             fill_slots(cache, prefix.keys_values[:, :, :num_shared])
-            features = extend_text(self.target, torch.tensor([prompt[num_shared:]]), cache)
+            states.append(prefix.states[:num_shared])
+            rest = torch.tensor([prompt[num_shared:]])
+            features = extend_text(self.target, rest, cache, self.layers)
         else:
-            features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
+            features = self.target.prefill(torch.tensor([prompt]), lengths, cache, self.layers)
+        states.append(self._read_states(features)[0])
         assert features.logits is not None
         token = int(
             self.rule.choose_tokens(features.logits, torch.tensor([sequence_id]), lengths[:, None])
         )
-        text = RunningText(sequence_id, Generation(prompt))
+        text = RunningText(sequence_id, Generation(prompt), states)
         text.generation.emit_tokens([token], self.target.stop_ids, self.limit)
         if not text.generation.is_done:
             segment = self.cache.find_segment(len(prompt) + self.limit)
@@ -141,8 +152,10 @@ class ContinuousBatch:
         """Run the newest token of every text, and return the tokens that follow."""
         roots = torch.tensor([[text.generation.output[-1]] for text in self.texts])
         ids = torch.tensor([text.sequence_id for text in self.texts])
-        features = self.target.verify(TokenTree.from_chain(roots), self.cache)
+        features = self.target.verify(TokenTree.from_chain(roots), self.cache, self.layers)
         assert features.logits is not None
+        for text, states in zip(self.texts, self._read_states(features)):
+            text.states.append(states)
         tokens = self.rule.choose_tokens(features.logits, ids, self.cache.lengths[:, None] + 1)
         self.cache.commit(None, torch.ones_like(ids))
         chosen: list[int] = tokens[:, 0].tolist()
@@ -153,8 +166,17 @@ class ContinuousBatch:
         """Return the tokens of a text that have run: all but its last."""
         generation = self.texts[number].generation
         return TextPrefix(
-            (generation.prompt + generation.output)[:-1], self.cache.copy_text(number)
+            (generation.prompt + generation.output)[:-1],
+            self.cache.copy_text(number),
+            torch.cat(self.texts[number].states),
         )
+
+    def _read_states(self, features: Features) -> Tensor:
+        """Return a copy of the states [B, T, L, D] of the captured layers."""
+        states = [features.at_layer(layer) for layer in self.layers]
+        if not states:
+            return features.hidden[:, :, :0]
+        return torch.stack(states, dim=2)
 
     def _keep(self, kept: list[int]) -> None:
         self.texts = [self.texts[number] for number in kept]

@@ -64,15 +64,18 @@ def prefill_each(
     return Features(tokens, parts[0].layers, hidden, logits)
 
 
-def extend_text(target: Target, tokens: Tensor, cache: TreeCache) -> Features:
+def extend_text(
+    target: Target, tokens: Tensor, cache: TreeCache, layers: tuple[Layer, ...] = ()
+) -> Features:
     """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return
-    features with logits [B, 1, V] after the last of them.
+    features of the layers, and logits [B, 1, V] after the last token.
     """
+    with_final = layers if "final" in layers else (*layers, "final")
     chain = TokenTree.from_chain(tokens)
     positions = cache.lengths[:, None] + chain.depths
     features = target.run(
         tokens,
-        ForwardPlan(layers=("final",), positions=positions, mask=chain.ancestors, cache=cache),
+        ForwardPlan(layers=with_final, positions=positions, mask=chain.ancestors, cache=cache),
     )
     cache.commit(None, torch.full_like(cache.lengths, tokens.shape[1]))
     last = features.at_layer("final")[:, -1:]

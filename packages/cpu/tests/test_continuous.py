@@ -33,9 +33,9 @@ def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
         sizes.append(("whole", tokens.shape[1]))
         return prefill(self, tokens, *rest)
 
-    def extend_counted(target: Target, tokens: Any, cache: Any) -> Any:
+    def extend_counted(target: Target, tokens: Any, *rest: Any) -> Any:
         sizes.append(("rest", tokens.shape[1]))
-        return extend(target, tokens, cache)
+        return extend(target, tokens, *rest)
 
     monkeypatch.setattr(Target, "prefill", prefill_counted)
     monkeypatch.setattr(continuous_batch, "extend_text", extend_counted)

