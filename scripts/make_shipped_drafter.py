@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.runs.folder import OWN_DRAFTERS
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("name")
     args = parser.parse_args()
     source = args.run / "drafter"
-    out = SHIPPED_FOLDER / args.name
+    out = OWN_DRAFTERS[0].folder.with_name(args.name)
     out.mkdir(parents=True, exist_ok=True)
     weights = load_file(source / "model.safetensors")
     rounded = {

@@ -19,7 +19,7 @@ import torch
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.runs.folder import require_drafter_directory
 
 from .command import run_benchmark
 from .long_documents import DocumentWriter, read_passages
@@ -96,7 +96,7 @@ class LongDrafters:
 
 def list_shipped(target: Target) -> list[System]:
     """Return the shipped drafter as it is and with each change."""
-    run = str(SHIPPED_FOLDER.absolute() / "smollm2-eagle3")
+    run = str(require_drafter_directory("run", "smollm2-eagle3").absolute())
     ropes = scale_rope(target)
     return [
         System("full", run),

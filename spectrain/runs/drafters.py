@@ -47,16 +47,15 @@ from spectrain.training.checkpoints import (
 )
 
 from .folder import (
-    SHIPPED_FOLDER,
     find_drafter_directory,
+    find_shipped,
     find_trained_target,
+    list_shipped,
     require_drafter_directory,
 )
 
 DESCRIBED_GROUPS = ("drafter", "target", "tree", "acceptance")
 """Groups that a drafter's own description holds."""
-# Target name -> drafter.
-SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}
 
 
 def save_drafter(
@@ -453,12 +452,13 @@ def make_conflict(key: str, value: Any, saved: Any, directory: Path) -> UserErro
     return UserError(f"drafter.{key}={value}: the drafter in {directory} has {saved}; leave it out")
 
 
-# Shipped with the package, each for one target
+# Shipped with a package, each for one target
 
 
 def find_shipped_drafter(target: Target) -> str | None:
     """Return the name of the drafter that ships for a target, or None."""
-    return SHIPPED_BY_TARGET.get(target.name)
+    names = [drafter.name for drafter in list_shipped() if drafter.model == target.name]
+    return names[0] if names else None
 
 
 def smollm2_eagle3(target: Target) -> Drafter:
@@ -467,20 +467,22 @@ def smollm2_eagle3(target: Target) -> Drafter:
 
 
 def is_shipped(drafter: GroupSpec) -> bool:
-    """Tell whether a drafter's settings name a drafter that ships with the package."""
-    return (SHIPPED_FOLDER / str(drafter.choice)).is_dir()
+    """Tell whether a drafter's settings name a drafter that ships with a package."""
+    return find_shipped(str(drafter.choice)) is not None
 
 
 def load_shipped_drafter(name: str, target: Target) -> Drafter:
     """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
-    description = load_description(SHIPPED_FOLDER / name, None)
-    family = description.drafter
+    shipped = find_shipped(name)
+    assert shipped is not None, "its package names it"
+    made_for = GroupSpec("target", shipped.target)
+    family = load_description(shipped.folder, made_for).drafter
     drafter: Drafter = family.build(target=target)
     try:
-        load_weights(drafter, SHIPPED_FOLDER / name, target)
+        load_weights(drafter, shipped.folder, target)
     except UserError as error:
         raise UserError(
-            f"drafter={name}: it is for target={description.target.choice}, and {target.name} is "
-            f"another model; train one for it, as in spectrain train recipe={family.choice}"
+            f"drafter={name}: it is for target={shipped.target}, and {target.name} is another "
+            f"model; train one for it, as in spectrain train recipe={family.choice}"
         ) from error
     return drafter

@@ -3,13 +3,49 @@
 Every command that reads a drafter imports this module, so it imports nothing heavy.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from spectrain.config.installed import load_entry_points
 from spectrain.errors import UserError
 from spectrain.export.layouts import OWN_SUFFIXES
 from spectrain.files import PICKLE_SUFFIXES
 
-SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "drafters"
+
+@dataclass(frozen=True)
+class ShippedDrafter:
+    """A trained drafter that comes with this package, or with another one that names it by an entry
+    point of the group spectrain.drafters.
+    """
+
+    # As in drafter=NAME and run=NAME.
+    name: str
+    # The choice of target= that it was trained for, and the name of that model.
+    target: str
+    model: str
+    folder: Path
+
+
+OWN_DRAFTERS = (
+    ShippedDrafter(
+        "smollm2-eagle3",
+        "smollm2",
+        "smollm2-135m-q4_1",
+        Path(__file__).parents[1] / "data" / "drafters" / "smollm2-eagle3",
+    ),
+)
+
+
+@cache
+def list_shipped() -> tuple[ShippedDrafter, ...]:
+    """Return the drafters of this package and of the installed ones."""
+    return (*OWN_DRAFTERS, *load_entry_points("drafters"))
+
+
+def find_shipped(name: str) -> ShippedDrafter | None:
+    """Return the drafter that ships by a name, or None."""
+    return next((drafter for drafter in list_shipped() if drafter.name == name), None)
 
 
 def find_drafter_directory(run: Path) -> Path | None:
@@ -19,11 +55,8 @@ def find_drafter_directory(run: Path) -> Path | None:
     Any other name may be that of a drafter that ships with the package. None if there is no
     drafter.
     """
-    for directory in (
-        run / "drafter",
-        run,
-        *([SHIPPED_FOLDER / run] if run.name == str(run) else []),
-    ):
+    shipped = find_shipped(str(run))
+    for directory in (run / "drafter", run, *([shipped.folder] if shipped else [])):
         if OWN_SUFFIXES & {path.suffix for path in directory.glob("*")}:
             return directory
         if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
@@ -59,7 +92,7 @@ def find_results_folder(run: Path) -> Path:
     """Return the folder that receives the scores of a run: its own, or runs/NAME for a drafter
     that ships by name.
     """
-    is_shipped_name = run.name == str(run) and not run.is_dir() and (SHIPPED_FOLDER / run).is_dir()
+    is_shipped_name = not run.is_dir() and find_shipped(str(run)) is not None
     return Path("runs") / run if is_shipped_name else run
 
 

@@ -29,7 +29,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.lora import find_lora_layers
 from spectrain.models.target import Target
 from spectrain.runs.drafters import is_trainable, load_weights, save_drafter
-from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.runs.folder import find_shipped
 from spectrain.training import validation
 from spectrain.training.adapters import LoraAdapter, merge_adapters
 from spectrain.training.checkpoints import select_trained_groups
@@ -42,7 +42,7 @@ from tests.targets import cut_tiny
 from .toys import FrozenHeads, Independent
 
 FAMILIES = sorted(
-    name for name in choice_files("drafter", conf_folders()) if not (SHIPPED_FOLDER / name).is_dir()
+    name for name in choice_files("drafter", conf_folders()) if find_shipped(name) is None
 )
 MISSING = {"gated_lora"} - {*FAMILIES}
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}

@@ -25,7 +25,7 @@ from spectrain.output.verbosity import (
     result_output,
     shows_notes,
 )
-from spectrain.runs.folder import SHIPPED_FOLDER
+from spectrain.runs.folder import require_drafter_directory
 
 
 def work() -> None:
@@ -102,7 +102,7 @@ def test_a_linter_prints_its_findings_as_json(
 ) -> None:
     """They are those of `lint_files`, and the sentence is on the error stream."""
     folder = tmp_path / "drafter"
-    shutil.copytree(SHIPPED_FOLDER / "smollm2-eagle3", folder)
+    shutil.copytree(require_drafter_directory("run", "smollm2-eagle3"), folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["unknown.weight"] = torch.zeros(1)
     save_file(tensors, folder / "model.safetensors")

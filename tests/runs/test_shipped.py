@@ -22,7 +22,6 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.models.target import Target
 from spectrain.runs.drafters import (
-    SHIPPED_BY_TARGET,
     build_drafter,
     find_shipped_drafter,
     init_drafter,
@@ -30,10 +29,11 @@ from spectrain.runs.drafters import (
     load_drafter,
     load_shipped_drafter,
 )
-from spectrain.runs.folder import SHIPPED_FOLDER, find_drafter_directory
+from spectrain.runs.folder import OWN_DRAFTERS, find_drafter_directory
 from spectrain.trees import Chain, Eagle2
 
-NAMES = sorted(path.name for path in SHIPPED_FOLDER.iterdir())
+FOLDERS = {drafter.name: drafter.folder for drafter in OWN_DRAFTERS}
+NAMES = sorted(FOLDERS)
 LIMIT = 14
 
 
@@ -47,20 +47,19 @@ def test_files_are_small_and_say_where_they_come_from(name: str) -> None:
     """Each is below 25 MB with finite weights, records its training and data, and is named by a
     choice of conf/drafter.
     """
-    files = list((SHIPPED_FOLDER / name).iterdir())
+    files = list(FOLDERS[name].iterdir())
     assert {file.name for file in files} == {"config.json", "model.safetensors", "provenance.json"}
     assert sum(file.stat().st_size for file in files) < 25e6
     assert all(
         tensor.isfinite().all()
-        for tensor in load_file(SHIPPED_FOLDER / name / "model.safetensors").values()
+        for tensor in load_file(FOLDERS[name] / "model.safetensors").values()
     )
-    config = read_json_object(SHIPPED_FOLDER / name / "config.json")
-    origin = read_json_object(SHIPPED_FOLDER / name / "provenance.json")
+    config = read_json_object(FOLDERS[name] / "config.json")
+    origin = read_json_object(FOLDERS[name] / "provenance.json")
     assert config["training"]["tokens"] > 0 and config["target"]["choice"] == name.partition("-")[0]
     assert origin["data"]["fingerprint"] and origin["commit"] and "=/" not in json.dumps(origin)
-    assert (
-        Path(__file__).parents[2] / "conf" / "drafter" / f"{name}.yaml"
-    ).exists() and name in SHIPPED_BY_TARGET.values()
+    assert (Path(__file__).parents[2] / "conf" / "drafter" / f"{name}.yaml").exists()
+    assert sorted(path.name for path in FOLDERS[name].parent.iterdir()) == NAMES
 
 
 def test_a_name_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,7 @@ def test_a_name_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first.
     """
     monkeypatch.chdir(tmp_path)
-    assert find_drafter_directory(Path(NAMES[0])) == SHIPPED_FOLDER / NAMES[0]
+    assert find_drafter_directory(Path(NAMES[0])) == FOLDERS[NAMES[0]]
     assert (
         find_drafter_directory(Path("other")) is None and find_drafter_directory(Path(".")) is None
     )
@@ -90,7 +89,7 @@ def test_a_folder_of_another_target_is_refused(tiny: Target) -> None:
     """The drafter of a folder whose weights do not fit is refused by its target, where that is
     another than the requested one, and else by the tensor.
     """
-    folder = SHIPPED_FOLDER / "smollm2-eagle3"
+    folder = FOLDERS["smollm2-eagle3"]
     description = load_description(folder, None)
     spec = RunSpec(drafter=description.drafter, target=GroupSpec("target", "tiny"))
     with pytest.raises(UserError) as caught:
@@ -138,5 +137,5 @@ def test_training_goes_on_from_it(smollm2: Target) -> None:
     words = ("+drafter.init=smollm2-eagle3", "drafter.vocab_size=8192")
     config = compose_train("recipe=eagle3", *words)
     drafter = init_drafter(RunSpec.from_nodes(config), smollm2, Dataset([], 0, 0, 0))
-    for name, tensor in load_file(SHIPPED_FOLDER / "smollm2-eagle3" / "model.safetensors").items():
+    for name, tensor in load_file(FOLDERS["smollm2-eagle3"] / "model.safetensors").items():
         assert torch.equal(drafter.state_dict()[name], tensor.to(drafter.state_dict()[name].dtype))
