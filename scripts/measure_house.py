@@ -20,6 +20,7 @@ ROOMS = {
     "spectrain": ("spectrain", "spectrain"),
     "eval": ("eval", "spectrain.eval"),
     "kernels": ("kernels", "spectrain.kernels"),
+    "packages/coder": ("packages/coder/spectrain_coder", "spectrain_coder"),
     "packages/cpu": ("packages/cpu/spectrain_cpu", "spectrain_cpu"),
     "packages/research": ("packages/research/spectrain_research", "spectrain_research"),
     "packages/serve": ("packages/serve/spectrain_serve", "spectrain_serve"),

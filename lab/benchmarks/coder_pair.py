@@ -1,9 +1,11 @@
-"""Qwen2.5-Coder 1.5B with the 0.5B as its drafter, both in the 4-bit blocks of their files: what
-drafting gains on coding prompts, and what copying from a folder of code adds.
+"""Qwen2.5-Coder 1.5B in the 4-bit blocks of its file, with the EAGLE-3 drafter that ships for it
+and with the 0.5B as its drafter: what drafting gains on coding prompts, and what copying from a
+folder of code adds.
 
     make demo-coder                                  # after make models
     make demo-coder CODE=~/src/project
     python -m lab.benchmarks.coder_pair threads=1 prompts=12 tokens=64 minutes=60
+    python -m lab.benchmarks.coder_pair trained=runs/mine questions=questions.jsonl
 
 All ways of decoding take turns on every prompt, and each answer is compared with plain decoding.
 The first prompts choose the drafter of the last line; that line counts the others. With `code`,
@@ -28,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.config.build import GroupSpec
+from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_question
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.data.messages import Conversation
@@ -48,8 +52,10 @@ from spectrain.models.published import MODELS
 from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
+from spectrain.runs.drafters import load_description, load_drafter
+from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.commands import to_options
-from spectrain.trees import Chain, TreeBuilder
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain_serve.engines.llamacpp import find_program
 from spectrain_serve.engines.llamacpp_command import model_options
 
@@ -103,11 +109,15 @@ class Decoder:
 
 
 class CoderPair:
-    """Score the 0.5B as the drafter of the 1.5B, and copies from a folder of code."""
+    """Score drafters of the 1.5B: a trained one, the 0.5B, and copies from a folder of code."""
 
     def __init__(
         self,
         code: str | None = None,
+        # Run folder, drafter directory or name of the trained drafter.
+        trained: str = TARGET,
+        # Coding questions, rows of {"prompt": ..}.
+        questions: str = str(PROMPTS),
         threads: int | None = None,
         prompts: int = 8,
         tokens: int = 64,
@@ -117,6 +127,8 @@ class CoderPair:
         out: str | None = None,
     ) -> None:
         self.code = code or None
+        self.trained = trained
+        self.questions = Path(questions)
         self.threads = threads
         self.num_prompts = prompts
         self.tokens = tokens
@@ -131,17 +143,19 @@ class CoderPair:
             torch.set_num_threads(self.threads)
         started = time.perf_counter()
         target = load_hf(TARGET, quantization=self.quantization)
-        drafter = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
+        eagle = load_trained(self.trained, target)
+        small = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
         target.pack_weights()
-        prepare_for_decoding(drafter, target)
+        prepare_for_decoding(eagle, target)
+        prepare_for_decoding(small, target)
         console.print(
-            f"{TARGET} and its drafter {DRAFTER} are loaded in {time.perf_counter() - started:.0f} "
-            f"s: {count_gigabytes(target, drafter):.2f} GB, "
-            f"{format_threads(torch.get_num_threads())}"
+            f"{TARGET}, its drafter of {count_gigabytes(eagle):.2f} GB and {DRAFTER} are loaded in "
+            f"{time.perf_counter() - started:.0f} s: {count_gigabytes(target, eagle, small):.2f} "
+            f"GB, {format_threads(torch.get_num_threads())}"
         )
         with TemporaryDirectory() as folder:
             prompts, store = self.read_prompts(target, Path(folder), console)
-            decoders = list_decoders(target, drafter, store)
+            decoders = list_decoders(target, eagle, small, store)
             take_turns(target, decoders, prompts, self.tokens, self.minutes, console)
         console.print(make_table(decoders))
         console.print(describe_llama_cpp(torch.get_num_threads()), soft_wrap=True)
@@ -153,7 +167,7 @@ class CoderPair:
         self, target: Target, folder: Path, console: Console
     ) -> tuple[list[list[int]], Datastore | None]:
         """Return the prompts in tokens, and the store of the folder of code if there is one."""
-        lines = PROMPTS.read_text().splitlines()
+        lines = self.questions.read_text().splitlines()
         questions = [
             tokenize_question(
                 target.template,
@@ -201,18 +215,28 @@ def read_code(folder: Path) -> list[str]:
     return texts
 
 
-def list_decoders(target: Target, drafter: Causal, store: Datastore | None) -> list[Decoder]:
+def load_trained(name: str, target: Target) -> Drafter:
+    """Return the drafter of a run folder, of a drafter directory, or that ships by a name."""
+    directory = require_drafter_directory("trained", name)
+    family = load_description(directory, GroupSpec("target", TARGET)).drafter
+    return load_drafter(RunSpec(drafter=family.named_by(directory)), directory, target)
+
+
+def list_decoders(
+    target: Target, eagle: Drafter, small: Causal, store: Datastore | None
+) -> list[Decoder]:
     """Return plain decoding first, and what is compared with it."""
     copies = Retrieval(target)
     copies.copying = CopySource(store)
-    both = DrafterWithCopies(drafter, CopySource(store))
+    both = DrafterWithCopies(eagle, CopySource(store))
     return [
         Decoder("plain"),
-        Decoder("0.5B, chain of 2", drafter, Chain(2)),
-        Decoder("0.5B, chain of 3", drafter, Chain(3)),
-        Decoder("0.5B, chain of 4", drafter, Chain(4)),
-        Decoder("0.5B, 6 if sure", drafter, Chain(6, stop=0.5)),
-        Decoder("0.5B + copies", both, Chain(4)),
+        Decoder("EAGLE-3, chain of 2", eagle, Chain(2)),
+        Decoder("EAGLE-3, chain of 3", eagle, Chain(3)),
+        Decoder("EAGLE-3, 7 nodes", eagle, Eagle2(depth=4, budget=7)),
+        Decoder("EAGLE-3 + copies", both, Chain(3)),
+        Decoder("0.5B, chain of 3", small, Chain(3)),
+        Decoder("0.5B, chain of 4", small, Chain(4)),
         Decoder("copies", copies, Chain(4)),
     ]
 

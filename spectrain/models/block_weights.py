@@ -135,19 +135,20 @@ class BlockWeight(Tensor):
 
 
 def _find_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return the product of rows with a weight in blocks; None where a gradient is needed, or
-    the rows have another type.
+    """Return the product of rows with a weight in blocks; None where a gradient is needed, the
+    rows have another type, or autocast computes in another one.
     """
     learns = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (input, bias)
     )
+    casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != weight.dtype
     if (
         learns
+        or casts
         or type(weight) is not BlockWeight
         or isinstance(input, BlockWeight)
         or input.device.type != "cpu"
         or input.dtype != weight.dtype
-        or torch.is_autocast_enabled("cpu")
     ):
         return None
     return weight.store.product(input, bias)

@@ -91,6 +91,21 @@ def test_reading_a_weight_reads_its_values(name: str, weight: nn.Parameter, valu
     assert torch.equal(read, READERS[name](values))
 
 
+def test_autocast_to_the_weights_own_type_multiplies_the_blocks(
+    values: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense copy of an output layer takes seconds, and a training needs its products in every
+    step."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        other = F.linear(x, BlockWeight(DenseStore(values), torch.float32))
+        assert other.dtype == torch.bfloat16
+        store = DenseStore(values.bfloat16())
+        monkeypatch.setattr(store, "all_values", None)
+        own = F.linear(x.bfloat16(), BlockWeight(store, torch.bfloat16))
+    assert torch.equal(own, F.linear(x.bfloat16(), values.bfloat16()))
+
+
 def test_a_weight_is_frozen(weight: nn.Parameter) -> None:
     assert deepcopy(weight) is weight
     with pytest.raises(RuntimeError, match="cannot be written to"):
