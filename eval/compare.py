@@ -199,18 +199,12 @@ def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:
             )
         )
     folder = Path(spec.run)
-    if (
-        (folder / "comparison.json").exists()
-        and not reads_runs
-        and spec.trainer.get("resume") is None
-    ):
+    if (folder / "comparison.json").exists() and not reads_runs and spec.resume is None:
         raise UserError(
             f"run={folder}: it holds a comparison already; choose another, or go on with "
             "trainer.resume=auto"
         )
-    stack.enter_context(
-        claim_folder(folder, LOCK_SECONDS if spec.trainer.get("resume") is not None else 0.0)
-    )
+    stack.enter_context(claim_folder(folder, LOCK_SECONDS if spec.resume is not None else 0.0))
     return folder
 
 
@@ -340,7 +334,7 @@ class Contest:
         if not is_scored(spec):
             with log_to_file(Path(str(spec.run))):
                 dataset = self.load_dataset(spec)
-                resume = spec.trainer.get("resume") or "auto"
+                resume = spec.resume or "auto"
                 spec = spec.with_settings(
                     "trainer", **self.budget_settings(spec, dataset), resume=resume
                 )
