@@ -22,10 +22,10 @@ def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
         "eval.guard decides": Session(
-            tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"
+            tiny, Greedy(), eagle3, Chain(2), changes=(Guard(),), engine="captured"
         ),
         "eval.prune_layer decides": Session(
-            tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"
+            tiny, Greedy(), eagle3, Chain(2), changes=(Pruning(4, 2),), engine="captured"
         ),
         "drafter=ngram reads values": Session(
             tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"
