@@ -328,8 +328,8 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
     if low_precision:
         pack_linears(drafter, low_precision=True)
     for part in drafter.modules():
-        if isinstance(part, Drafter):
-            part.prepare_kernels()
+        if isinstance(part, Drafter) and (prepare := part.capabilities.prepare_kernels) is not None:
+            prepare(part)
     return drafter
 
 
