@@ -247,7 +247,7 @@ def test_random_tokens_cost_little(shallow: Target) -> None:
         (free,) = Session(shallow, Greedy(), drafter, builder).decode(
             [prompt], 48, [row], ignore_eos=True
         )
-        (result,) = Session(shallow, Greedy(), drafter, builder, guard).decode(
+        (result,) = Session(shallow, Greedy(), drafter, builder, changes=(guard,)).decode(
             [prompt], 48, [row], ignore_eos=True
         )
         assert result.output == plain.output == free.output

@@ -47,7 +47,7 @@ def test_guard_and_pruning_combine(tiny: Target) -> None:
     """
     drafter = LayerSkipping(tiny, skipped=[5])
     guard = Guard(cost=lambda nodes: 1.0)
-    session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
+    session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), changes=(guard, Pruning(6, 2)))
     result = session.decode(PROMPTS, 12, ignore_eos=True)
     assert [item.output for item in result] == [
         item.output for item in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)
