@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -119,7 +119,7 @@ def compare(
     check_request(spec, comparison, runs)
     with ExitStack() as stack:
         folder = choose_folder(spec, bool(runs), stack)
-        print_result = print_comparison
+        print_result: Callable[[dict[str, Any]], None] = print_comparison
         if comparison.scores is not None:
             assert runs is not None, "scores are those of a run"
             engines = require_server_scores("compare.scores")
