@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
@@ -151,24 +151,32 @@ def load_inputs(
     stage = drafter.stages[0]
     reads = FeaturesRead(stage.layers, stage.final_reach)
     report = source.prepare(target, reads, examples)
-    summary = dataset.summary_line() + data.describe_omissions()
     adapted = describe_adapters(drafter) if spec.adapter else None
-    report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
-    report_lines += filter(None, [report, adapted])
-    share = spec.data.get("held_out")
+    report_lines = [
+        dataset.summary_line() + data.describe_omissions(),
+        *data.limit_lines(),
+        *dataset.source_lines,
+        *dataset.unread_lines(),
+        *filter(None, [report, adapted]),
+        *explain_no_validation(dataset, spec.data.get("held_out"), target),
+    ]
+    facts = collect_facts(spec, target, weights, dataset, source)
+    target.pack_weights()
+    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
+
+
+def explain_no_validation(dataset: Dataset, share: Any, target: Target) -> Iterator[str]:
+    """Say why nothing is validated, where a share of the data is to be held out."""
     if share and not dataset.held_out:
-        report_lines.append(
+        yield (
             f"data.held_out={share} holds out none of these conversations, so nothing is "
             "validated; name a larger share, as in data.held_out=0.1"
         )
     if dataset.held_out and not target.has_layers:
-        report_lines.append(
+        yield (
             "validation on held-out conversations is left out: it decodes with the target "
             "(target.parts=head)"
         )
-    facts = collect_facts(spec, target, weights, dataset, source)
-    target.pack_weights()
-    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
 
 
 def make_source(spec: RunSpec) -> Source:
