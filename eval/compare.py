@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -115,12 +115,41 @@ def compare(
     """Train and score the recipes, or read finished runs; write comparison.json and report.html,
     and print the table.
     """
+    comparison: Comparison = compare.build()
+    check_request(spec, comparison, runs)
+    with ExitStack() as stack:
+        folder = choose_folder(spec, bool(runs), stack)
+        print_result: Callable[[dict[str, Any]], None] = print_comparison
+        if comparison.scores is not None:
+            assert runs is not None, "scores are those of a run"
+            engines = require_server_scores("compare.scores")
+            result = engines.compare_engines(Path(runs[0]), comparison.scores, folder)
+            print_result = engines.print_engines
+        elif runs:
+            scored = read_runs(runs, spec.evaluation_name, batched_name(comparison))
+            result = compare_scored(scored, folder)
+        else:
+            scored = Contest(spec, compare, comparison, folder).run(recipes)
+            result = compare_scored(scored, folder, comparison.budget)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
+        write_report(folder / "report.html", [], result)
+        settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
+        with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
+            tracker.log_comparison(result, tracked_comparison(result), folder)
+        with result_output():
+            print_result(result)
+        print(f"written to {folder}")
+    return result
+
+
+def check_request(spec: RunSpec, comparison: Comparison, runs: Sequence[str] | None) -> None:
+    """Raise a UserError for settings and processes that a comparison does not take."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
             "compare: it runs in one process; train with several by spectrain train, then compare "
             "the runs"
         )
-    comparison: Comparison = compare.build()
     for key in ("max_steps", "max_minutes", "epochs"):
         if spec.trainer.find_layer(key) == "command":
             raise UserError(
@@ -140,52 +169,15 @@ def compare(
             "compare.scores: it compares the scores of one run; name that run, as in spectrain "
             "compare runs/NAME"
         )
-    with ExitStack() as stack:
-        return compare_in_folder(
-            choose_folder(spec, bool(runs), stack), spec, compare, recipes, runs
-        )
 
 
-def compare_in_folder(
-    folder: Path, spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str] | None
+def compare_scored(
+    runs: Sequence[ScoredRun], folder: Path, budget: str | None = None
 ) -> dict[str, Any]:
-    """Compare in a folder that no other process writes to."""
-    comparison: Comparison = compare.build()
-    if comparison.scores is not None:
-        assert runs is not None, "scores are those of a run"
-        engines = require_server_scores("compare.scores")
-        result = engines.compare_engines(Path(runs[0]), comparison.scores, folder)
-        print_result = engines.print_engines
-    else:
-        result = compare_drafters(spec, compare, folder, recipes, runs)
-        print_result = print_comparison
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
-    write_report(folder / "report.html", [], result)
-    settings = {**spec.to_nodes(), "compare": compare.node, "recipes": recipes, "runs": runs}
-    with track_run(spec.tracker.build(), folder, settings, "compare") as tracker:
-        tracker.log_comparison(result, tracked_comparison(result), folder)
-    with result_output():
-        print_result(result)
-    print(f"written to {folder}")
-    return result
-
-
-def compare_drafters(
-    spec: RunSpec, compare: GroupSpec, folder: Path, recipes: Any, runs: Sequence[str] | None
-) -> dict[str, Any]:
-    """Return the content of comparison.json about finished runs, or about recipes that are trained
-    and scored first.
-    """
-    comparison: Comparison = compare.build()
-    if runs:
-        folders = [Path(run) for run in runs]
-        scored = read_runs(folders, spec.evaluation_name, batched_name(comparison))
-    else:
-        scored = Contest(spec, compare, comparison, folder).run(recipes)
-    if len(group_by_target(scored)) > 1:
-        return compare_targets(scored, folder)
-    return compare_runs(scored, folder, None if runs else comparison.budget)
+    """Return the content of comparison.json about scored runs of one target or of several."""
+    if len(group_by_target(runs)) > 1:
+        return compare_targets(runs, folder)
+    return compare_runs(runs, folder, budget)
 
 
 def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:
@@ -199,27 +191,21 @@ def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:
             )
         )
     folder = Path(spec.run)
-    if (
-        (folder / "comparison.json").exists()
-        and not reads_runs
-        and spec.trainer.get("resume") is None
-    ):
+    if (folder / "comparison.json").exists() and not reads_runs and spec.resume is None:
         raise UserError(
             f"run={folder}: it holds a comparison already; choose another, or go on with "
             "trainer.resume=auto"
         )
-    stack.enter_context(
-        claim_folder(folder, LOCK_SECONDS if spec.trainer.get("resume") is not None else 0.0)
-    )
+    stack.enter_context(claim_folder(folder, LOCK_SECONDS if spec.resume is not None else 0.0))
     return folder
 
 
-def read_runs(folders: Sequence[Path], name: str, batched: str) -> list[ScoredRun]:
+def read_runs(paths: Sequence[str], name: str, batched: str) -> list[ScoredRun]:
     """Read the evaluations of finished runs; the folder of a comparison stands for the runs in
     it.
     """
     runs: list[ScoredRun] = []
-    for folder in folders:
+    for folder in map(Path, paths):
         inner = sorted(path.parents[2] for path in folder.glob(f"*/eval/{name}/summary.json"))
         for run in [folder] if (folder / "eval" / name).exists() or not inner else inner:
             runs.append(ScoredRun.read(run.name, run / "eval" / name, run / "eval" / batched))
@@ -340,7 +326,7 @@ class Contest:
         if not is_scored(spec):
             with log_to_file(Path(str(spec.run))):
                 dataset = self.load_dataset(spec)
-                resume = spec.trainer.get("resume") or "auto"
+                resume = spec.resume or "auto"
                 spec = spec.with_settings(
                     "trainer", **self.budget_settings(spec, dataset), resume=resume
                 )

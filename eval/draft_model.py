@@ -26,9 +26,9 @@ def score_draft_model(
     target's answers to them and, where answers have references, how many its own greedy answers get
     right. None for a drafter that is no language model.
     """
-    model = drafter.draft_model
-    if model is None:
+    if drafter.capabilities.draft_model is None:
         return None
+    model = drafter.capabilities.draft_model(drafter)
     prompts = [turn.autoregressive.prompt for turn in turns if len(turn.autoregressive.prompt) > 1]
     texts = {
         "prompts": [(prompt[:1], prompt[1:]) for prompt in prompts],

@@ -91,9 +91,10 @@ def record_drafts(
     drafted = Counter[Position]()
     accepted = Counter[Position]()
     rounds = 0
+    tree_changes = tuple(change for change in system.changes if change.part == "tree")
     for row, turn in choose_turns(turns):
         recorder = TreeRecorder(builder)
-        session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
+        session = Session(target, system.rule, system.drafter, recorder, changes=tree_changes)
         (generation,) = session.decode(
             [turn.drafted.prompt], min(max_new_tokens, MAX_TOKENS), [row]
         )

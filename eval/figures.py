@@ -56,7 +56,9 @@ def render_svg(
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{id}-", svg)
-    for color, name in ((INK, "currentColor"), *zip(COLORS, color_names())):
+    names = {INK: "currentColor"}
+    names |= {color: f"var(--plot{number})" for number, color in enumerate(COLORS)}
+    for color, name in names.items():
         svg = re.sub(color, name, svg, flags=re.IGNORECASE)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
@@ -70,11 +72,6 @@ def render_svg(
         count=1,
     )
     return Markup(svg)
-
-
-def color_names() -> list[str]:
-    """Return the names of the colors in a figure's SVG, in the order of `COLORS`."""
-    return [f"var(--plot{number})" for number in range(len(COLORS))]
 
 
 def make_color_style(colors: tuple[str, ...]) -> str:

@@ -90,12 +90,7 @@ def allows_tree(rule: AcceptanceRule, builder: TreeBuilder, capabilities: Capabi
 
 def drafts_alike(system: System, other: System) -> bool:
     """Tell whether two systems draft the same trees with the same drafter."""
-    if (
-        system.drafter is not other.drafter
-        or system.guard
-        or system.pruning
-        or system.runner_source
-    ):
+    if system.drafter is not other.drafter or system.changes:
         return False
     first = system.builder
     second = other.builder
@@ -145,12 +140,11 @@ class FixedTrees:
                 if system.name not in (TRAINED if counts_apart else SUBJECTS):
                     continue
                 plain = replace(
-                    system, name=f"{system.name}-{key}", builder=builder, guard=None, pruning=None
-                )
-                plain = replace(
-                    plain,
+                    system,
+                    name=f"{system.name}-{key}",
                     label=f"{system.name}, {describe_tree(builder)}",
-                    runner_source=None,
+                    builder=builder,
+                    changes=(),
                     is_timed=False,
                 )
                 found = next(

@@ -1,13 +1,14 @@
 """Which drafter of a comparison to take for what, and why; and the comparison as a table."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spectrain.eval.columns import is_quotable
+from spectrain.eval.axes.tables import describe_crossover, name_value
+from spectrain.eval.columns import format_interval, is_quotable
 from spectrain.eval.comparison import (
     SPEED_COLUMNS,
     ScoredRun,
@@ -19,10 +20,11 @@ from spectrain.eval.comparison import (
     ranking_engine,
 )
 from spectrain.eval.intervals import Interval, interval
-from spectrain.eval.scenarios import SCENARIOS, advise_axis, describe_missing
 from spectrain.servers.advice import list_engine_advice
 
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens per second over autoregressive ones
+SCENARIOS = {"batch": "many users", "context": "long context", "temperature": "high temperature"}
+"""Setting eval.sweep -> the scenario that its largest value stands for."""
 
 
 @dataclass
@@ -93,18 +95,16 @@ def compare_runs(
     ]
     axes = collect_axes(runs)
     advice = complete_scenarios(recommend(variants), variants, axes)
+    by_engine = [
+        entry for advice in list_engine_advice() for entry in advice.recommend_drafters(runs)
+    ]
     return {
         "setting": describe_setting(runs, budget),
         "rows": rows,
         "axes": axes,
-        "recommendations": [*advice, *advise_sampling(runs), *recommend_by_engine(runs)],
+        "recommendations": [*advice, *advise_sampling(runs), *by_engine],
         "caveats": list_differences(runs),
     }
-
-
-def recommend_by_engine(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
-    """Return what installed packages recommend by the measured times of engines."""
-    return [entry for advice in list_engine_advice() for entry in advice.recommend_drafters(runs)]
 
 
 def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
@@ -222,6 +222,44 @@ def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
     )
 
 
+def advise_axis(axes: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Choose the fastest drafter at the largest value that all of these sweeps measured, and say
+    where each stops to pay.
+    """
+    over = axes[0]["over"]
+    shared = set.intersection(*({point["value"] for point in axis["points"]} for axis in axes))
+    if not shared:
+        return "unknown", "The sweeps have no value in common; repeat them with the same values."
+    value = max(shared)
+    points = {
+        axis["name"]: next(point for point in axis["points"] if point["value"] == value)
+        for axis in axes
+    }
+    best = max(points, key=lambda name: float(points[name]["speedup"]))
+    point = points[best]
+    ends = format_interval(point["ci95"])
+    measured = (
+        f"{point['speedup']:.2f}x{f' (95 % {ends})' if ends else ''} at {name_value(over, value)}"
+    )
+    limits = " ".join(f"{axis['name']}: {describe_crossover(axis)}." for axis in axes)
+    if point["speedup"] <= 1:
+        return "no drafter", f"The best, {best}, reaches {measured}. {limits}"
+    return best, f"{measured}. {limits}"
+
+
+def describe_missing(goals: Collection[str]) -> tuple[str, str] | None:
+    """Name the scenarios without a recommendation, and the command that measures the first of
+    them; None if all have one.
+    """
+    missing = {scenario: over for over, scenario in SCENARIOS.items() if scenario not in goals}
+    if not missing:
+        return None
+    sweep = next(iter(missing.values()))
+    return ", ".join(
+        missing
+    ), f"Measure it for each run with spectrain eval run=RUN eval.sweep={sweep} eval.name={sweep}."
+
+
 def make_advice(goal: str, choice: tuple[str, str]) -> dict[str, str]:
     """Return an entry of the recommendations from a choice and its reason."""
     return {"goal": goal, "choice": choice[0], "because": choice[1]}
@@ -261,10 +299,11 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
             f"{longest.name} gains most: {longest.length:.2f} tokens per forward."
         )
     ends = best.entry["speedup"]["ci95"]
+    predicted = best.entry["speedup"]["predicted"]
+    prediction = "" if predicted is None else f"{predicted:.2f}x predicted, "
     text = (
-        f"{best.speedup:.2f}x measured{format_ends(ends)}, "
-        f"{_prediction_text(best.entry['speedup']['predicted'])}{best.length:.2f} tokens per "
-        "forward."
+        f"{best.speedup:.2f}x measured{format_ends(ends)}, {prediction}{best.length:.2f} tokens "
+        "per forward."
     )
     if ends is None:
         text += (
@@ -356,7 +395,3 @@ def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
 def format_ends(ends: Interval) -> str:
     """Format the ends of an interval in parentheses; "" without one."""
     return "" if ends is None else f" (95 % {ends[0]:.2f} to {ends[1]:.2f})"
-
-
-def _prediction_text(predicted: float | None) -> str:
-    return "" if predicted is None else f"{predicted:.2f}x predicted, "

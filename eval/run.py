@@ -337,10 +337,11 @@ class EngineAnswers(AnswerSource):
             for system in decoding.systems
         }
         summaries[DRAFTER].noise = noise.summary()
-        guard = decoding.systems[0].guard
+        guard = decoding.systems[0].find_change("plan")
         if guard is not None:
             # The check below may decode more rounds.
-            summaries[DRAFTER].guard = guard.summarize_rounds()
+            drafted = [turn.drafted for turn in answers.turns[DRAFTER]]
+            summaries[DRAFTER].guard = guard.summarize(drafted, target)
         if self.evaluation.check:
             identity = check_identity(
                 target, [*decoding.systems], decoding.turns, self.evaluation.max_new_tokens
@@ -404,8 +405,8 @@ class EngineAnswers(AnswerSource):
             price_per_million=price,
             throughput_model=None if model is None else asdict(model),
             pruning=None
-            if system.pruning is None
-            else system.pruning.measure_savings([turn.drafted for turn in turns], target),
+            if (change := system.find_change("tree")) is None
+            else change.summarize([turn.drafted for turn in turns], target),
         )
 
     def measure_more(self, answers: Answers, summaries: Mapping[str, SystemSummary]) -> Entries:
@@ -506,7 +507,7 @@ class EngineAnswers(AnswerSource):
             "drafter_dtype": lowest_precision(drafter),
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},
         }
-        has_guard = self.decoding.systems[0].guard is not None
+        has_guard = self.decoding.systems[0].find_change("plan") is not None
         return SourceSetting(
             candidate.setting, self.evaluation.batch_size, self.requested_rule, has_guard, engine
         )

@@ -10,10 +10,8 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
 from spectrain.decoding.session import (
     EngineChoice,
-    RoundGuard,
-    RunnerSource,
+    RoundChange,
     Session,
-    TreePruner,
     make_fallback,
 )
 from spectrain.drafters.base import Drafter
@@ -32,12 +30,16 @@ class System:
     drafter: Drafter
     builder: TreeBuilder
     rule: AcceptanceRule
-    guard: RoundGuard | None = None
-    pruning: TreePruner | None = None
-    # Decodes by another runner than the eager loop.
-    runner_source: RunnerSource | None = None
+    # What packages change about its rounds.
+    changes: tuple[RoundChange, ...] = ()
     # A row of the table, with times; without them, only its tokens per forward count.
     is_timed: bool = True
+
+    def find_change(self, part: str) -> RoundChange | None:
+        """Return what changes a part of its rounds, as "plan", "tree" or "runner"; None where they
+        are the eager loop's.
+        """
+        return next((change for change in self.changes if change.part == part), None)
 
 
 class Decoder:
@@ -77,7 +79,7 @@ class Decoder:
 
         They run one after the other if a worker would go on drafting during the other's rounds.
         """
-        if system.runner_source is not None:
+        if system.find_change("runner") is not None:
             return self(None, prompts, limit, sequence_ids), self(
                 system, prompts, limit, sequence_ids
             )
@@ -141,10 +143,8 @@ class Decoder:
             system.rule,
             system.drafter,
             system.builder,
-            system.guard,
-            system.pruning,
             engine=self.choice,
-            runner_source=system.runner_source,
+            changes=system.changes,
             fallback=self.fallback,
         )
 

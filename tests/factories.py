@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.config.build import find_config_type
-from spectrain.config.parts import add_parts
+from spectrain.config.parts import make_arguments
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
@@ -21,10 +20,7 @@ from spectrain.models.target import Target
 
 def make_drafter(constructor: Any, target: Target, **settings: Any) -> Drafter:
     """Construct a drafter from its settings, which it takes directly or as one dataclass."""
-    config_type = find_config_type(constructor)
-    drafter: Drafter = constructor(
-        target, **(settings if config_type is None else {"config": config_type(**settings)})
-    )
+    drafter: Drafter = constructor(target, **make_arguments(constructor, settings))
     return drafter
 
 
@@ -67,4 +63,4 @@ def build_evaluation(**settings: Any) -> DefaultEvaluation:
     """Build the evaluation of these settings of `eval`, with the parts of installed packages, as
     eval=default does.
     """
-    return DefaultEvaluation(**add_parts(DefaultEvaluation, settings))
+    return DefaultEvaluation(**make_arguments(DefaultEvaluation, settings))

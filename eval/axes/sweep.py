@@ -20,7 +20,6 @@ from rich.console import Console
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, OpenSampling
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
-from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, PromptLoader
 from spectrain.errors import UserError
 from spectrain.eval import metrics
@@ -113,7 +112,10 @@ class AxisSweep(EvalExtension):
         prompts = [texts[row].drafted.prompt for row in rows]
         keys = [row + 1 for row in rows]
         runs = decoder.decode_interleaved(system, prompts, self.max_new_tokens, keys)
-        return [pair_turn(texts[row], *pair) for row, *pair in zip(rows, *runs)]
+        return [
+            replace(texts[row], autoregressive=plain, drafted=drafted)
+            for row, plain, drafted in zip(rows, *runs)
+        ]
 
 
 def choose_batches(num_texts: int, size: int) -> list[list[int]]:
@@ -123,11 +125,6 @@ def choose_batches(num_texts: int, size: int) -> list[list[int]]:
     count = max(-(-num_texts // size), 1 if size == 1 else MIN_BATCHES)
     order = [*islice(cycle(range(num_texts)), count * size)]
     return [order[first : first + size] for first in range(0, len(order), size)]
-
-
-def pair_turn(text: Turn, plain: Generation, drafted: Generation) -> Turn:
-    """Return the turn of a text that was decoded again."""
-    return replace(text, autoregressive=plain, drafted=drafted)
 
 
 def write_axis(folder: Path, axis: dict[str, Any]) -> None:

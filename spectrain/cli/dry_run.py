@@ -21,7 +21,7 @@ NUM_SAMPLES = 3
 def dry_run(spec: RunSpec, plan: Any) -> None:
     """Print the plan of a training and its first samples; a mistake ends as in the training."""
     spec = apply_init_shape(spec)
-    if spec.run is not None and spec.trainer.get("resume") is None:
+    if spec.run is not None and spec.resume is None:
         check_is_new(Path(spec.run))
     # Hours need timed steps, which are `spectrain plan`'s.
     planner: Plan = plan.with_settings(calibrate=False).build()

@@ -8,7 +8,6 @@ and drafters which are made in Python need neither.
 from __future__ import annotations
 
 import importlib
-import inspect
 import typing
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from .choices import (
 from .command_only import drop_command_only, list_downloaded, without_downloads
 from .grouped import flatten_settings, group_settings
 from .missing import explain_missing
-from .parts import add_parts
+from .parts import make_arguments
 from .signatures import list_keys
 
 Layer = Literal["default", "config", "recipe", "run", "file", "command"]
@@ -208,21 +207,16 @@ class GroupSpec:
         """Construct what the choice names, after a check of the settings; return None for an
         empty group.
         """
-        from .check import check_node
+        from .check import check_settings
 
         if not self:
             return None
-        checked = check_node(self.group, self.node)
-        settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
+        settings = check_settings(self.group, self.path, self.settings)
+        # Where a training begins is no setting of a drafter.
+        settings.pop("init", None)
         constructor = self.load_constructor()
-        config_type = find_config_type(constructor)
         with self.without_downloads():
-            arguments = (
-                add_parts(constructor, settings)
-                if config_type is None
-                else {"config": config_type(**settings)}
-            )
-            return constructor(**{**arguments, **runtime})
+            return constructor(**{**make_arguments(constructor, settings), **runtime})
 
 
 def save_groups(nodes: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,18 +235,6 @@ def build(node: Any, **runtime: Any) -> Any:
         assert not node or "choice" not in node, "what a file names is looked up first"
         return None
     return GroupSpec.from_node(find_group(str(node["_target_"])), node).build(**runtime)
-
-
-def find_config_type(constructor: Any) -> Any:
-    """Return the dataclass that a constructor takes as `config`, which holds its settings; None
-    if it takes them directly.
-    """
-    parameter = inspect.signature(constructor).parameters.get("config")
-    return (
-        None
-        if parameter is None
-        else getattr(importlib.import_module(constructor.__module__), parameter.annotation)
-    )
 
 
 def to_containers(value: Any) -> Any:

@@ -79,10 +79,19 @@ def check_config(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict
 
 
 def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a node of one group, whose settings may stand in parts; return it with its settings by
+    name, converted to the declared types.
+    """
+    target = str(node["_target_"])
+    settings = flatten_settings(group, node, target)
+    settings.pop("_target_", None)
+    return {"_target_": target, **check_settings(group, target, settings)}
+
+
+def check_settings(group: str, target: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Check one group's settings against its constructor, and return them converted to the
     declared types.
     """
-    target = str(node["_target_"])
     choice = find_choice(group, target)
     if choice is None:
         raise UserError(
@@ -93,14 +102,12 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
             f"{group}={choice}: {target} is not found; PYTHONPATH says where "
             "the folder of its module lies"
         )
-    settings = settings_by_name(target)
-    checked: dict[str, Any] = {"_target_": target}
-    for name, value in flatten_settings(group, node, target).items():
-        if name == "init" and group == "drafter":
-            checked[name] = value
-        elif name != "_target_":
-            checked[name] = check_value(group, name, value, settings)
-    for name, key in settings.items():
+    allowed_keys = settings_by_name(target)
+    checked: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_free = name == "init" and group == "drafter"
+        checked[name] = value if is_free else check_value(group, name, value, allowed_keys)
+    for name, key in allowed_keys.items():
         if key.default is None and name not in checked:
             raise UserError(f"{group}.{name}: it must be given, as in {group}.{name}=VALUE")
     return checked
@@ -122,10 +129,13 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
     ):
         raise UserError(missing)
     if name not in allowed_keys:
-        raise UserError(
-            f"{full}: there is no such key; "
-            f"{suggest_owner(group, name) or suggest_setting(name, allowed_keys)}"
+        owners = ", ".join(find_owners(group, name))
+        advice = (
+            f"it is a setting of {group}={owners}"
+            if owners
+            else suggest_setting(name, allowed_keys)
         )
+        raise UserError(f"{full}: there is no such key; {advice}")
     if value == "" and allowed_keys[name].default != "":
         raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
     if value == "???":
@@ -266,12 +276,6 @@ def suggest_setting(name: str, allowed_keys: Iterable[str]) -> str:
     options = list(allowed_keys)
     ours = OTHER_NAMES.get(name, "")
     return f"write {ours}" if ours in options else suggest_nearest(name, options)
-
-
-def suggest_owner(group: str, key: str) -> str:
-    """Name the choices of a group that have this setting; an empty text if none has it."""
-    owners_of_key = find_owners(group, key)
-    return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
 
 
 def suggest_remedy(value: Any, hint: Any) -> str:

@@ -1,5 +1,5 @@
-"""Settings of one choice that come from several classes: its own, and parts that installed packages
-add to it.
+"""How a constructor takes its settings: as arguments, as one dataclass, or with parts that
+installed packages add to it.
 
 A constructor takes parts if its class names their entry points as `part_group`, and then gets them
 as `parts`. A setting that both declare goes to both, and the part's declaration is the one that is
@@ -8,6 +8,8 @@ checked.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -15,15 +17,25 @@ from typing import Any
 from .installed import load_entry_points
 
 
-def add_parts(constructor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor: its own settings and, if it takes parts, the parts
-    built with theirs.
-    """
+def make_arguments(constructor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor, in the form in which it takes its settings."""
+    if (config_type := find_config_type(constructor)) is not None:
+        return {"config": config_type(**settings)}
     group = getattr(constructor, "part_group", None)
     if group is None:
         return dict(settings)
     parts = [part(**select_fields(part, settings)) for part in load_entry_points(group)]
     return {**select_fields(constructor, settings), "parts": parts}
+
+
+def find_config_type(constructor: Any) -> Any:
+    """Return the dataclass that a constructor takes as `config`, which holds its settings; None
+    if it takes them directly.
+    """
+    parameter = inspect.signature(constructor).parameters.get("config")
+    if parameter is None:
+        return None
+    return getattr(importlib.import_module(constructor.__module__), parameter.annotation)
 
 
 def select_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,15 +91,16 @@ class RunSpec:
         """Return all settings in their saved form: groups by choice, without a recipe's name
         where none was named.
         """
-        return self._add_names({group: getattr(self, group).save() for group in GROUPS})
+        return {group: getattr(self, group).save() for group in GROUPS} | self._names
 
     def to_nodes(self) -> dict[str, Any]:
         """Return all settings as plain containers, groups as nodes of hydra."""
-        return self._add_names({group: getattr(self, group).node for group in GROUPS})
+        return {group: getattr(self, group).node for group in GROUPS} | self._names
 
-    def _add_names(self, groups: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def _names(self) -> dict[str, str | None]:
         recipe = {} if self.recipe_name is None else {"recipe_name": self.recipe_name}
-        return {**groups, "run": self.run, **recipe}
+        return {"run": self.run, **recipe}
 
     def with_settings(self, group: str, **changes: Any) -> RunSpec:
         """Return the spec with other settings of one group."""
@@ -128,6 +129,20 @@ class RunSpec:
         """
         choice = str(self.target.choice)
         return Path(str(self.target.get("model", choice))).name if choice == "hf" else choice
+
+    @property
+    def init(self) -> str | None:
+        """Return where the drafter is whose weights the training begins with, if anywhere."""
+        init: str | None = self.drafter.get("init")
+        return init
+
+    @property
+    def resume(self) -> str | None:
+        """Return how a training goes on in a folder that holds a run: "auto" or "changed"; None
+        where it begins a new one.
+        """
+        resume: str | None = self.trainer.get("resume")
+        return resume
 
     @property
     def evaluation_name(self) -> str:

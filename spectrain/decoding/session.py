@@ -5,22 +5,23 @@ and regeneration use it.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from spectrain.data.image_processor import have_images
-from spectrain.drafters.base import Drafter, Drafts
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import DECODING_TRIAL, ThreadTuner
-from spectrain.trees.base import RoundPlan, RoundPolicy, TreeBuilder
+from spectrain.trees.base import RoundPlan, TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate_builders, resolve_rule
@@ -43,46 +44,26 @@ PromptLoader = Callable[[], list[list[int]]]
 """Loads prompts that are not scored, when they are needed."""
 
 
-class RoundGuard(Protocol):
-    """Decides before every round whether to draft; decoding with it runs in the eager loop."""
+class RoundChange(ABC):
+    """What a package changes about the rounds of a session, which then run in the eager loop."""
 
-    def make_policy(self, policy: RoundPolicy) -> RoundPolicy:
-        """Make the policy of a decoding, which learns from drafted rounds as `policy` does."""
+    # Whether a round drafts, the tree that it verifies, or what runs the rounds in place of the
+    # eager loop; that stands alone.
+    part: ClassVar[Literal["plan", "tree", "runner"]]
+    # The setting that selects it, for messages.
+    setting_name: ClassVar[str]
+    # Why rounds are not captured, after the name of the setting.
+    capture_blocker: ClassVar[str] = "decides on the host"
 
-    def summarize_rounds(self) -> dict[str, Any]:
-        """Return counts for a report."""
-
-
-class TreePruner(Protocol):
-    """Drops nodes of a tree while it is verified; decoding with it runs in the eager loop."""
-
-    def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
-        """Raise a UserError where pruning would change the output's distribution, or does not
-        fit the target.
+    @abstractmethod
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
+        """Check the parts of a session, and return what changes the runner of each request; raise a
+        UserError where they do not fit.
         """
 
-    def wrap_drafter(self, drafter: Drafts) -> Drafts:
-        """Return a drafter whose trees are pruned."""
-
-    def measure_savings(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
-        """Compute what pruning saved of verification in these answers, for a report."""
-
-
-class RunnerSource(Protocol):
-    """Makes the runner of a session in place of the eager loop, for decoding that works in
-    another way.
-    """
-
-    @property
-    def setting_name(self) -> str:
-        """The setting that selects it, for messages."""
-
-    @property
-    def capture_blocker(self) -> str:
-        """The reason why its rounds are not captured."""
-
-    def connect(self, session: Session) -> Callable[[], EagerRunner]:
-        """Check the session's parts and return what makes a runner for each request."""
+    def summarize(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
+        """Return what it did in these answers, for a report."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -95,12 +76,8 @@ class Session:
     rule: AcceptanceRule
     drafter: Drafter | None = None
     builder: TreeBuilder | None = None
-    # Switches drafting off while it does not pay.
-    guard: RoundGuard | None = None
-    # Drops branches that the target's first layers find unlikely.
-    pruning: TreePruner | None = None
     engine: EngineChoice = "eager"
-    runner_source: RunnerSource | None = None  # in place of the eager loop
+    changes: tuple[RoundChange, ...] = ()
     # Shared by sessions that are compared with each other; null makes one for this session.
     fallback: Fallback | None = None
 
@@ -189,7 +166,7 @@ class Session:
     ) -> None:
         """Decode a few tokens of a new number of prompts, which loads the kernels of that, and time
         the verification of trees for it if the tree builder chooses by measured times."""
-        if self.drafter is None or self.builder is None or self.runner_source is not None:
+        if self.drafter is None or self.builder is None or self._has_own_runner:
             return
         if self.threads is not None:
             torch.set_num_threads(self.threads.chosen)
@@ -235,7 +212,7 @@ class Session:
                 self.threads is None
                 or self.threads.is_chosen
                 or self.eager_reason is None
-                or self.runner_source is not None
+                or self._has_own_runner
             ):
                 return
             self.decode([prompt], max_new_tokens, ignore_eos=True)
@@ -257,12 +234,8 @@ class Session:
     def _capture_blocker(self) -> str | None:
         if not self.prefers_capture:
             return "not requested"
-        if self.runner_source is not None:
-            return self.runner_source.capture_blocker
-        if self.guard is not None or self.pruning is not None:
-            return (
-                f"eval.{'guard' if self.guard is not None else 'prune_layer'} decides on the host"
-            )
+        if self.changes:
+            return f"{self.changes[0].setting_name} {self.changes[0].capture_blocker}"
         return capture_blocker(self.target, self.rule, self.drafter, self.builder)
 
     @cached_property
@@ -284,27 +257,26 @@ class Session:
             )
         return self._captured_runners[mode]
 
+    @property
+    def _has_own_runner(self) -> bool:
+        return any(change.part == "runner" for change in self.changes)
+
     @cached_property
-    def _make_runner(self) -> Callable[[], EagerRunner]:
-        assert self.runner_source is not None
-        return self.runner_source.connect(self)
+    def _connected_changes(self) -> list[Callable[[EagerRunner], EagerRunner]]:
+        """What changes the runner of each request."""
+        if self._has_own_runner and len(self.changes) > 1:
+            own = next(change.setting_name for change in self.changes if change.part == "runner")
+            others = [name for change in self.changes if (name := change.setting_name) != own]
+            raise UserError(
+                f"{own}: it cannot be combined with {' or '.join(others)}; leave those out"
+            )
+        return [change.connect(self) for change in self.changes]
 
     def _make_eager_runner(self, request: Request) -> EagerRunner:
-        if self.runner_source is not None:
-            if self.guard is not None or self.pruning is not None:
-                name = self.runner_source.setting_name
-                raise UserError(
-                    f"{name}: it cannot be combined with eval.guard or eval.prune_layer; leave "
-                    "those out"
-                )
-            return self._make_runner()
         runner = EagerRunner(self.target, self.rule, self.drafter, self.builder, self.threads)
-        if self.pruning is not None:
-            self.pruning.check_settings(self.rule, self.target)
-            runner.round_drafter = self.pruning.wrap_drafter(runner.round_drafter)
-        if self.guard is not None:
-            runner.policy = self.guard.make_policy(runner.policy)
-        if runner.policy.decides_to_draft:
+        for change_runner in self._connected_changes:
+            runner = change_runner(runner)
+        if not self._has_own_runner and runner.policy.decides_to_draft:
             plan_rounds(runner, request)
         return runner
 
@@ -356,8 +328,8 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
     if low_precision:
         pack_linears(drafter, low_precision=True)
     for part in drafter.modules():
-        if isinstance(part, Drafter):
-            part.prepare_kernels()
+        if isinstance(part, Drafter) and (prepare := part.capabilities.prepare_kernels) is not None:
+            prepare(part)
     return drafter
 
 

@@ -137,9 +137,6 @@ class Drafter(nn.Module, ABC):
     # Whether its weights had a meaning before the training: they are fitted, copied from the target
     # as layers that follow each other, or those of a trained model.
     starts_trained: bool = False
-    # Names of its modules that a training step runs once for each draft step. Training that shards
-    # weights gathers them once for the whole step.
-    repeated_parts: tuple[str, ...] = ()
     capabilities = Capabilities()
     saved = SavedFiles()
 
@@ -149,13 +146,6 @@ class Drafter(nn.Module, ABC):
         on the features in `layers`.
         """
         return [Stage.single(self, self.layers)]
-
-    @property
-    def draft_model(self) -> Target | None:
-        """The language model with the target's tokenizer that it drafts with; None for a family
-        that is none by itself.
-        """
-        return None
 
     @property
     def cost(self) -> DraftingCost:
@@ -206,10 +196,6 @@ class Drafter(nn.Module, ABC):
         """Initialise a new training, given how often each token [V] occurs in the assistant's
         turns; called once.
         """
-
-    def prepare_kernels(self) -> None:
-        """Load the compiled kernels that drafting runs, or compile them, so that no timed round
-        does; by default there are none."""
 
     def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss; data-parallel wrappers call `forward`."""

@@ -166,6 +166,15 @@ class Capabilities:
     # Single layers of the target compute something else at its tokens, so that they cannot be
     # compiled or split.
     adapts_layers: bool = False
+    # Names of its modules that a training step runs once for each draft step. Training that shards
+    # weights gathers them once for the whole step.
+    repeated_parts: tuple[str, ...] = ()
+    # Returns the language model with the target's tokenizer that it drafts with; None for a family
+    # that is none by itself.
+    draft_model: Callable[[Any], Target] | None = None
+    # Loads or compiles what drafting runs, so that no timed round does; None where there is nothing
+    # to load.
+    prepare_kernels: Callable[[Any], None] | None = None
     # How its rounds are captured; None if they cannot be.
     capture: Capture | None = None
     # How it trains the target, which the run then saves too; None leaves the target unchanged.

@@ -151,7 +151,9 @@ class Causal(SmallModelDrafter):
         self.model_name = model
         keep_blocks = keeps_blocks(target, model, quantization)
         self.add_model(target, num_layers, model, architecture, keep_blocks)
-        self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
+        self.capabilities = replace(
+            self.capabilities, rewind=type(self).rewind, prepare_kernels=cut_draft_outputs
+        )
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         if vocab_size is not None and vocab_size < 1:
             raise UserError(f"drafter.vocab_size={vocab_size}: use 1 or more")
@@ -234,13 +236,6 @@ class Causal(SmallModelDrafter):
         assert self.cache is not None
         self.cache.crop(lengths)
 
-    def prepare_kernels(self) -> None:
-        """Cut the output layer to the tokens that are drafted, where these are not all."""
-        head = self.model.head
-        self.draft_outputs = []
-        if self.num_drafted < self.vocab_size:
-            self.draft_outputs = [cut_output(head.output, self.num_drafted)]
-
     def log_q(self, final: Tensor) -> Tensor:
         """Compute log q, [B, F, D] -> [B, F, V]."""
         head = self.model.head
@@ -264,6 +259,13 @@ def keeps_blocks(target: Target, model: str | None, quantization: str) -> bool:
     return is_gguf and (
         quantization == "gguf" or (quantization == "auto" and has_block_weights(target.model))
     )
+
+
+def cut_draft_outputs(drafter: Causal) -> None:
+    """Cut the output layer to the tokens that are drafted, where these are not all."""
+    drafter.draft_outputs = []
+    if drafter.num_drafted < drafter.vocab_size:
+        drafter.draft_outputs = [cut_output(drafter.model.head.output, drafter.num_drafted)]
 
 
 class _Nodes(Rollout):

@@ -109,6 +109,7 @@ class Eagle3(UnrolledEagle):
         self.capabilities = replace(
             self.capabilities,
             initial_fit=fit,
+            prepare_kernels=warm_up_steps,
             context_parallel=ContextParallel(ttt_steps, self.self_attn.num_heads),
         )
         if freeze_output and start == "random":
@@ -153,12 +154,6 @@ class Eagle3(UnrolledEagle):
 
     # Decoding
 
-    @torch.inference_mode()
-    def prepare_kernels(self) -> None:
-        steps = accelerator().drafter_steps(self)
-        if steps is not None:
-            steps.warm_up()
-
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, and draft from the last of them."""
         root, cache = self.read_accepted(context)
@@ -167,3 +162,11 @@ class Eagle3(UnrolledEagle):
         if steps is not None:
             rollout = steps.start_rollout(cache, root, context.builder.max_drafted)
         return Draft(rollout or StateRollout(self, cache, root, self.draft_ids))
+
+
+@torch.inference_mode()
+def warm_up_steps(drafter: Eagle3) -> None:
+    """Run once what an accelerator computes in place of a drafter's modules."""
+    steps = accelerator().drafter_steps(drafter)
+    if steps is not None:
+        steps.warm_up()

@@ -327,21 +327,13 @@ class LiLiCorr(BlockDrafter):
         """Return the summed losses of the correction over blocks; the backward pass computes
         their logits again.
         """
-        weights_and_gaps = weights, self._logit_gaps(drafts, blocks, candidates)
+        gaps = logit_gaps(self.head.projection, drafts, blocks, self.draft_ids[candidates])
+        weights_and_gaps = weights, gaps
         inputs = drafts.states[blocks], context, candidates, drafts.tokens[blocks], weights_and_gaps
         losses: tuple[Tensor, Tensor] = checkpoint(
             self._lattice_losses, *inputs, use_reentrant=False
         )
         return losses
-
-    @torch.no_grad()
-    def _logit_gaps(self, drafts: JudgedDrafts, blocks: Tensor, candidates: Tensor) -> Tensor:
-        """Return max(0, t(data's token) - t(candidate)) [a, K, C] of the target's logits."""
-        assert drafts.batch.features is not None
-        final = drafts.batch.features.at_layer("final").flatten(0, 1)[drafts.token_indices[blocks]]
-        tokens = torch.cat([drafts.tokens[blocks][..., None], self.draft_ids[candidates]], dim=-1)
-        logits = candidate_logits(self.head.projection, final, tokens)
-        return (logits[..., :1] - logits[..., 1:]).clamp(min=0)
 
     def _lattice_losses(
         self,
@@ -373,6 +365,23 @@ class LiLiCorr(BlockDrafter):
         fused = context.last_state(context.new_features.fuse_layers(self.fused_layers))[:, 0]
         scores = self.score_lattice(candidates, log_probs, states, self.project_fused(fused))
         return _Walk(context.root, candidates, self.draft_ids, scores)
+
+
+@torch.no_grad()
+def logit_gaps(
+    projection: linear_divergence.Projection,
+    drafts: JudgedDrafts,
+    blocks: Tensor,
+    candidates: Tensor,
+) -> Tensor:
+    """Return max(0, t(data's token) - t(candidate)) [a, K, C] of the target's logits, for
+    candidates [a, K, C] in its ids.
+    """
+    assert drafts.batch.features is not None
+    final = drafts.batch.features.at_layer("final").flatten(0, 1)[drafts.token_indices[blocks]]
+    tokens = torch.cat([drafts.tokens[blocks][..., None], candidates], dim=-1)
+    logits = candidate_logits(projection, final, tokens)
+    return (logits[..., :1] - logits[..., 1:]).clamp(min=0)
 
 
 class _Walk(CandidateRollout):

@@ -26,7 +26,7 @@ from spectrain.drafters.layers.llama_layer import Attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
 from spectrain.drafters.layers.target_kind import check_architecture
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
@@ -134,7 +134,7 @@ class PEagle(EagleDrafter):
         share = self.drop.masks_per_token
         rows = batch.tokens + share * batch.supervised
         return StepCost(
-            [Run(self, rows, batch.length)], self.judged_rows(batch, (1 + share) * batch.supervised)
+            [Run(self, rows, batch.length)], judge_rows(self, batch, (1 + share) * batch.supervised)
         )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:

@@ -30,7 +30,7 @@ def describe_needs(models: Models, batch: BatchShape) -> dict[str, Any]:
         kind = "a probe"
     elif adapts_layers(drafter):
         kind = "adapters beside the target"
-    elif drafter.draft_model is not None:
+    elif drafter.capabilities.draft_model is not None:
         kind = "a draft model"
     elif not any(count_trained(module, trained) for module in find_networks(drafter)):
         kind = "prompt tokens"

@@ -6,7 +6,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,14 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     with their weights.
     """
     directories = list_inner_directories(spec)
+    settings = dict(spec.settings)
     for key, index, directory in directories:
-        description: Any = load_description(directory, None).drafter.save()
-        if index is not None:
-            description = [*spec.get(key)[:index], description, *spec.get(key)[index + 1 :]]
-        spec = spec.with_settings(**{key: description}).named_by(directory)
+        description = load_description(directory, None).drafter.save()
+        if index is None:
+            settings[key] = description
+        else:
+            settings[key] = [*settings[key][:index], description, *settings[key][index + 1 :]]
+        spec = replace(spec, settings=settings).named_by(directory)
     drafter: Drafter = spec.build(target=target)
     for key, index, directory in directories:
         inner = getattr(drafter, key)
@@ -186,10 +189,10 @@ def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
     directory.
     """
     directory = find_drafter_directory(run)
-    if directory is None:
-        return build_drafter(spec.drafter, target)
-    with explain_malformed(directory):
+    with nullcontext() if directory is None else explain_malformed(directory):
         drafter = build_drafter(spec.drafter, target)
+    if directory is None:
+        return drafter
     try:
         load_weights(drafter, directory, target)
     except UserError as error:
@@ -212,8 +215,7 @@ def refuse_other_target(
     made_for = load_description(directory, None).target
     if not made_for or not requested:
         return
-    words = name_choice(requested)
-    words_of_drafter = name_choice(made_for)
+    words, words_of_drafter = (name_choice(group) for group in (requested, made_for))
     if words != words_of_drafter:
         raise UserError(
             f"run={run}: its drafter is for {words_of_drafter}, and {target.name} is another "
@@ -302,27 +304,30 @@ def load_description(directory: Path, target: GroupSpec | None) -> RunSpec:
 
     The config of another project is translated, with the `target` that the command names.
     """
-    settings: Any = target.node if target else None
     if is_native(directory):
-        return read_described(parse_description(read_config(directory), directory / "config.json"))
+        description = parse_description(read_config(directory), directory / "config.json")
+    else:
+        description = translate_description(directory, target.node if target else None)
+    spec = RunSpec.from_nodes({key: description.get(key) for key in DESCRIBED_GROUPS})
+    return replace(spec, recipe_name=description.get("recipe"))
+
+
+def translate_description(directory: Path, target: Any) -> dict[str, Any]:
+    """Return the description of another project's drafter, groups as nodes; `target` is the node
+    of the target that the command names, or None.
+    """
     foreign: DrafterCheckpoint = read_drafter(
-        directory, TargetFiles.from_settings(settings) if settings else None
+        directory, None if target is None else TargetFiles.from_settings(target)
     )
-    if settings is None and foreign.target is not None:
-        settings = TargetFiles(foreign.target).settings
+    if target is None and foreign.target is not None:
+        target = TargetFiles(foreign.target).settings
         foreign = read_drafter(directory, TargetFiles(foreign.target, may_download=False))
-    if settings is None:
+    if target is None:
         raise UserError(
             f"target: the files in {directory} do not say which target they are for; say it, as "
             "in target=tiny"
         )
-    return read_described({"drafter": foreign.spec.node, "target": settings, **foreign.description})
-
-
-def read_described(description: Mapping[str, Any]) -> RunSpec:
-    """Return the groups of a drafter's description, as nodes, and its recipe as a spec."""
-    spec = RunSpec.from_nodes({key: description.get(key) for key in DESCRIBED_GROUPS})
-    return replace(spec, recipe_name=description.get("recipe"))
+    return {"drafter": foreign.spec.node, "target": target, **foreign.description}
 
 
 def load_facts(run: Path, name: str) -> dict[str, Any] | None:
@@ -345,7 +350,7 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
     weights of another drafter.
     """
     name = spec.drafter.choice
-    init = spec.drafter.get("init")
+    init = spec.init
     if is_shipped(spec.drafter):
         raise UserError(
             f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}"
@@ -382,7 +387,7 @@ def adapt_drafter(spec: RunSpec, drafter: Drafter, target: Target) -> None:
     adapter = spec.adapter.build()
     if adapter is None:
         return
-    if not spec.drafter.get("init"):
+    if not spec.init:
         raise UserError(
             f"adapter={spec.adapter.choice}: it continues the training of a drafter; name one, as "
             "in drafter.init=runs/NAME"
@@ -403,11 +408,10 @@ def is_trainable(drafter: Drafter) -> bool:
 def apply_init_shape(spec: RunSpec) -> RunSpec:
     """With drafter.init, return the spec with the settings that its weights determine; a
     conflicting override raises a UserError."""
-    drafter = spec.drafter
-    init = drafter.get("init")
-    if not init:
+    if not spec.init:
         return spec
-    directory = require_drafter_directory("drafter.init", init)
+    drafter = spec.drafter
+    directory = require_drafter_directory("drafter.init", spec.init)
     saved = load_description(directory, spec.target).drafter
     if saved.choice != drafter.choice:
         raise UserError(
@@ -415,16 +419,18 @@ def apply_init_shape(spec: RunSpec) -> RunSpec:
             "that family"
         )
     files = saved.load_constructor().saved
+    settings = dict(drafter.settings)
     for key in files.shape:
-        value = saved.get(key)
-        requested = drafter.get(key)
+        value = saved.settings.get(key)
+        requested = settings.get(key)
         if drafter.find_layer(key) == "command" and requested != value:
-            value = adjust_setting(key, requested, value, files.adjustable, directory)
-        elif key not in saved.settings:
-            drafter = drafter.drop_setting(key)
-            continue
-        drafter = drafter.with_settings(**{key: value})
-    return replace(spec, drafter=drafter)
+            settings[key] = adjust_setting(key, requested, value, files.adjustable, directory)
+        elif key in saved.settings:
+            settings[key] = value
+        else:
+            # The weights are for the constructor's default.
+            settings.pop(key, None)
+    return replace(spec, drafter=replace(drafter, settings=settings))
 
 
 def adjust_setting(

@@ -94,8 +94,7 @@ def collect_facts(
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a
     drafter changed its layers.
     """
-    init = spec.drafter.get("init")
-    folders = [require_drafter_directory("drafter.init", init)] if init else []
+    folders = [require_drafter_directory("drafter.init", spec.init)] if spec.init else []
     folders += [directory for _, _, directory in list_inner_directories(spec.drafter)]
     inputs = {
         **({} if weights is None else {"target_weights": weights}),

@@ -39,23 +39,31 @@ CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "te
 """Settings of the target that a target trained with the drafter is loaded with."""
 
 
-def evaluate(
-    spec: RunSpec, run: Path, target: Target | None = None, tracker: Tracker | None = None
-) -> dict[str, Any]:
-    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`,
-    as a tracked run of its own.
-
-    The main process does this alone. If the target is sharded, all processes decode and the main
-    process writes.
+def evaluate(spec: RunSpec, run: Path, target: Target | None = None) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory, as a tracked run of its own;
+    return the content of summary.json, empty on a process that scores nothing.
     """
     state = PartialState(cpu=not torch.cuda.is_available())
-    sharded = spec.target.get("sharding", "none") != "none"
-    if not state.is_main_process and not sharded:
-        # No process waits: scoring may exceed the timeout of the process group.
+    tracker = spec.tracker.build() if state.is_main_process else None
+    scoring = load_scoring(spec, run, target)
+    if scoring is None:
         return {}
+    with track_run(tracker, run, spec.to_nodes(), "eval") as run_tracker:
+        return scoring.score(run_tracker)
+
+
+def load_scoring(spec: RunSpec, run: Path, target: Target | None = None) -> "RunScoring | None":
+    """Load what scores the drafter of a run folder or of a drafter directory; None on a process
+    that scores nothing.
+
+    The main process scores alone. If the target is sharded, all processes decode.
+    """
+    sharded = spec.target.get("sharding", "none") != "none"
+    if not PartialState().is_main_process and not sharded:
+        # No process waits: scoring may exceed the timeout of the process group.
+        return None
     evaluation = spec.eval.build()
     require_writable(find_results_folder(run) / "eval" / evaluation.name, "run")
-    own = spec.tracker.build() if tracker is None and state.is_main_process else None
     target = target or load_target(spec, run)
     if sharded and (evaluation.uses_clock or spec.tree.build().traits.uses_latency):
         raise UserError(
@@ -69,14 +77,7 @@ def evaluate(
         with spec.data.without_downloads():
             dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
-    scoring = RunScoring(spec, run, target, drafter, evaluation, dataset)
-    if not state.is_main_process:
-        with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
-            return scoring.score(Tracker(), Path(scratch))
-    if tracker is not None:
-        return scoring.score(tracker)
-    with track_run(own, run, spec.to_nodes(), "eval") as own_tracker:
-        return scoring.score(own_tracker)
+    return RunScoring(spec, run, target, drafter, evaluation, dataset)
 
 
 def load_target(spec: RunSpec, run: Path) -> Target:
@@ -108,11 +109,17 @@ class RunScoring:
     # The data of the training; None where it is not read.
     dataset: Dataset | None
 
-    def score(self, tracker: Tracker, output_folder: Path | None = None) -> dict[str, Any]:
-        """Run the evaluation and write its results below the run folder, or below
-        `output_folder`.
+    def score(self, tracker: Tracker) -> dict[str, Any]:
+        """Run the evaluation and write its results below the run folder; the main process alone
+        writes them.
         """
-        folder = (output_folder or find_results_folder(self.run)) / "eval" / self.evaluation.name
+        if PartialState().is_main_process:
+            return self._score_into(find_results_folder(self.run), tracker)
+        with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
+            return self._score_into(Path(scratch), Tracker())
+
+    def _score_into(self, results: Path, tracker: Tracker) -> dict[str, Any]:
+        folder = results / "eval" / self.evaluation.name
         trained_with = load_facts(self.run, "chat_template")
         scored_with = self.target.template.facts()
         if trained_with is not None and trained_with != scored_with:

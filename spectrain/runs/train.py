@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
@@ -37,7 +37,7 @@ from .callbacks import Callback, CallbackTracker
 from .drafters import apply_init_shape, init_drafter, save_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
-from .score import RunScoring, evaluate
+from .score import RunScoring, load_scoring
 
 
 @dataclass
@@ -71,7 +71,7 @@ def train_and_score(
     accelerator = trainer.make_accelerator()
     with ExitStack() as stack:
         run = claim_run(spec, accelerator, stack)
-        if (run / "drafter" / "config.json").exists():
+        if is_finished(run):
             score_finished(spec, run, accelerator.is_main_process)
         else:
             train(spec, run, trainer, accelerator, target, dataset, callbacks)
@@ -151,24 +151,32 @@ def load_inputs(
     stage = drafter.stages[0]
     reads = FeaturesRead(stage.layers, stage.final_reach)
     report = source.prepare(target, reads, examples)
-    summary = dataset.summary_line() + data.describe_omissions()
     adapted = describe_adapters(drafter) if spec.adapter else None
-    report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
-    report_lines += filter(None, [report, adapted])
-    share = spec.data.get("held_out")
+    report_lines = [
+        dataset.summary_line() + data.describe_omissions(),
+        *data.limit_lines(),
+        *dataset.source_lines,
+        *dataset.unread_lines(),
+        *filter(None, [report, adapted]),
+        *explain_no_validation(dataset, spec.data.get("held_out"), target),
+    ]
+    facts = collect_facts(spec, target, weights, dataset, source)
+    target.pack_weights()
+    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
+
+
+def explain_no_validation(dataset: Dataset, share: Any, target: Target) -> Iterator[str]:
+    """Say why nothing is validated, where a share of the data is to be held out."""
     if share and not dataset.held_out:
-        report_lines.append(
+        yield (
             f"data.held_out={share} holds out none of these conversations, so nothing is "
             "validated; name a larger share, as in data.held_out=0.1"
         )
     if dataset.held_out and not target.has_layers:
-        report_lines.append(
+        yield (
             "validation on held-out conversations is left out: it decodes with the target "
             "(target.parts=head)"
         )
-    facts = collect_facts(spec, target, weights, dataset, source)
-    target.pack_weights()
-    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
 
 
 def make_source(spec: RunSpec) -> Source:
@@ -193,10 +201,9 @@ def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
     """Return the run folder, the same on every process; the first process holds its lock until
     `stack` is closed.
     """
-    resume = spec.trainer.get("resume")
-    if spec.run is None and resume is not None:
+    if spec.run is None and spec.resume is not None:
         raise UserError(
-            f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME"
+            f"trainer.resume={spec.resume}: say which run to go on with, as in run=runs/NAME"
         )
     # The folder, or why there is none: all processes of a launch end alike.
     outcome: list[Path | UserError | None] = [None]
@@ -222,21 +229,26 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
         names = chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
         return stack.enter_context(claim_new_folder(names))
     run = Path(spec.run)
-    resumes = spec.trainer.get("resume") is not None
-    is_finished = (run / "drafter" / "config.json").exists()
-    if resumes and is_finished and not os.access(run, os.W_OK):
-        # A finished run may lie where nothing can be written.
-        return run
-    if not resumes:
+    if spec.resume is None:
         # A folder that is refused stays as it is.
         check_is_new(run)
-    stack.enter_context(claim_folder(run, LOCK_SECONDS if resumes else 0.0))
-    if not resumes:
+        stack.enter_context(claim_folder(run, 0.0))
         # Another launch may have begun a run before this one had the lock.
         check_is_new(run)
-    if not is_finished:
+    elif not is_finished(run) or os.access(run, os.W_OK):
+        # A finished run may lie where nothing can be written.
+        stack.enter_context(claim_folder(run, LOCK_SECONDS))
+    if not is_finished(run):
         set_aside_damaged(run)
+    is_begun = is_finished(run) or latest_checkpoint(run) is not None
+    if is_begun and (run / "config.yaml").exists():
+        check_settings(run, spec)
     return run
+
+
+def is_finished(run: Path) -> bool:
+    """Tell whether a run folder holds a trained drafter."""
+    return (run / "drafter" / "config.json").exists()
 
 
 def check_is_new(run: Path) -> None:
@@ -259,10 +271,7 @@ def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | Non
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
             if checkpoint is not None:
-                check_settings(run, spec)
-                check_inputs(
-                    run, facts, checkpoint, accepts_changes=spec.trainer.get("resume") == "changed"
-                )
+                check_inputs(run, facts, checkpoint, accepts_changes=spec.resume == "changed")
                 return
             # What cannot be read is not replaced.
             RunSpec.load(run / "config.yaml")
@@ -303,26 +312,26 @@ def score_trained(
 ) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
     target = inputs.target
-    if target.sharding != "none":
-        # Every process loads the saved drafter.
-        accelerator.wait_for_everyone()
-    elif is_reusable:
+    scoring: RunScoring | None = None
+    if target.sharding == "none" and is_reusable:
         if accelerator.is_main_process:
             scoring = RunScoring(
                 spec, run, target, inputs.drafter, inputs.evaluation, inputs.dataset
             )
-            scoring.score(tracker)
-        return
-    trained = inputs.drafter.capabilities.target_training
-    evaluate(spec, run, None if trained else target, tracker)
+    else:
+        if target.sharding != "none":
+            # Every process loads the saved drafter.
+            accelerator.wait_for_everyone()
+        trained = inputs.drafter.capabilities.target_training
+        scoring = load_scoring(spec, run, None if trained else target)
+    if scoring is not None:
+        scoring.score(tracker)
 
 
 def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
     """Score the drafter of a finished run if it has no score yet; otherwise print where the
     results are.
     """
-    if is_main and (run / "config.yaml").exists():
-        check_settings(run, spec)
     if not spec.eval:
         print(f"{run} is finished: its drafter is in {run / 'drafter'}")
     elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
@@ -331,4 +340,6 @@ def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
         tracker = spec.tracker.build() if is_main else None
         step = read_last_step(run / "metrics.jsonl")
         with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
-            evaluate(spec, run, tracker=run_tracker)
+            scoring = load_scoring(spec, run)
+            if scoring is not None:
+                scoring.score(run_tracker)

@@ -5,6 +5,7 @@ from torch import nn
 
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layers.fused_input import copy_embedding
 from spectrain.models.target import Target
 from tests.factories import make_drafter
 
@@ -37,7 +38,7 @@ def test_its_own_embedding_starts_as_the_target_s(shallow: Target) -> None:
         make_drafter(DFlash, shallow, num_layers=1, block_size=4, own_embedding=is_own)
         for is_own in (True, False)
     )
-    own.copy_embedding(shallow.device)
+    copy_embedding(own, shallow.device)
     assert torch.equal(own.embed_inputs(tokens), target_s.embed_inputs(tokens))
     assert own.embed_inputs(tokens).requires_grad
     assert not target_s.embed_inputs(tokens).requires_grad

@@ -18,7 +18,7 @@ from spectrain.eval.comparison import ScoredRun, collect_axes
 from spectrain.eval.extensions import Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.page import write_report
-from spectrain.eval.scenarios import advise_axis, describe_missing
+from spectrain.eval.recommendations import advise_axis, describe_missing
 from spectrain.eval.summary import predict_device
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from hydra.utils import get_object
 
-from spectrain.config.build import find_config_type
 from spectrain.config.choices import _read_constructors, conf_folders
 from spectrain.config.installed import (
     find_package_folder,
     list_conf_modules,
     list_package_roots,
 )
+from spectrain.config.parts import find_config_type
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 
 CONSTRUCTORS = sorted(

@@ -16,10 +16,10 @@ import pytest
 from hydra.utils import get_object
 
 from spectrain.config import values
-from spectrain.config.build import find_config_type
 from spectrain.config.check import check_node, check_overrides, describe_type
 from spectrain.config.choices import _read_constructors, conf_folders, load_schema
 from spectrain.config.installed import load_entry_points
+from spectrain.config.parts import find_config_type
 from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys, list_own_keys
 from spectrain.errors import UserError
 

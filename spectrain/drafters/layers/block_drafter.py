@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ from spectrain.trees.rollout import Draft, Rollout
 
 from ..step_cost import BatchShape, Run, StepCost
 from .anchors import Anchors, SharedAnchors, mean_chunk_keys, sample_anchors
-from .fused_input import FusedDrafter, make_embedding
+from .fused_input import FusedDrafter, copy_embedding, make_embedding
 from .judged_drafts import JudgedDrafts, SlotStates
 from .llama_layer import (
     Mlp,
@@ -49,7 +50,7 @@ from .target_kind import (
     is_latent,
     layer_changes,
 )
-from .vocabulary import Supervision
+from .vocabulary import Supervision, judge_rows
 
 Rope = tuple[Tensor, Tensor]
 KeysValues = tuple[Tensor, Tensor]
@@ -225,7 +226,7 @@ class BlockDrafter(FusedDrafter):
                     self.lm_head.parameters(), self.head.output.parameters()
                 ):
                     parameter.copy_(target_parameter[ids])
-        self.copy_embedding(target.device)
+        copy_embedding(self, target.device)
         if self.start == "target":
             init_from_target(self.fc, self.norm, target)
 
@@ -248,7 +249,7 @@ class BlockDrafter(FusedDrafter):
             Run(nn.ModuleList(context), batch.tokens, 0),
             Run(self.fc, batch.tokens, 0),
         ]
-        return StepCost(runs, self.judged_rows(batch, anchors * self.num_drafts))
+        return StepCost(runs, judge_rows(self, batch, anchors * self.num_drafts))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Train a block after every sampled anchor, all in one forward."""
@@ -274,26 +275,10 @@ class BlockDrafter(FusedDrafter):
             x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device)
         )
         rope = cos[shared.own_index], sin[shared.own_index]
+        attend = partial(shared.attend_blocks, causal=self.causal, window=self.window)
         for layer in self.blocks:
-            x = state.run_checkpointed(
-                self._run_training_layer, layer, x, rope, context, context_rope, shared
-            )
+            x = state.run_checkpointed(layer, x, rope, context, context_rope, attend)
         return self.norm(x)
-
-    def _run_training_layer(
-        self,
-        layer: BlockLayer,
-        x: Tensor,
-        rope: Rope,
-        context: Tensor,
-        context_rope: Rope,
-        anchors: SharedAnchors,
-    ) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, context_kv: KeysValues) -> Tensor:
-            return anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window)
-
-        outputs: Tensor = layer(x, rope, context, context_rope, attend)
-        return outputs
 
     def project_fused(self, fused: Tensor) -> Tensor:
         """Project concatenated layers to the context [.., W] that every layer reads."""

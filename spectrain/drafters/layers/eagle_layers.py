@@ -23,7 +23,7 @@ from spectrain.models.rope import depends_on_length
 from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
-from .fused_input import FusedDrafter, make_embedding
+from .fused_input import FusedDrafter, copy_embedding, make_embedding
 from .llama_layer import (
     Attention,
     Mlp,
@@ -169,7 +169,7 @@ class EagleDrafter(FusedDrafter):
         already reads.
         """
         ids = self.choose_vocabulary(token_counts)
-        self.copy_embedding(target.device)
+        copy_embedding(self, target.device)
         if self.start == "random":
             return
         init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])

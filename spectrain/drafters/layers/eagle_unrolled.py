@@ -26,7 +26,7 @@ from .eagle_layers import EagleDrafter
 from .llama_layer import Attention
 from .state_rollout import StateDrafter
 from .unrolled_attention import unrolled_attention
-from .vocabulary import Supervision
+from .vocabulary import Supervision, judge_rows
 
 LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values per layer
 
@@ -113,9 +113,9 @@ class WindowRows:
 class UnrolledEagle(EagleDrafter, StateDrafter):
     """A drafter whose draft steps read the states of earlier steps, in training as in decoding."""
 
+    capabilities = replace(EagleDrafter.capabilities, repeated_parts=("self_attn", "mlp", "later"))
     # Loss weight of each draft step relative to the step before it.
     step_decay: float
-    repeated_parts = ("self_attn", "mlp", "later")
     # Number of draft steps that are trained.
     num_steps: int
 
@@ -141,7 +141,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
                 replace(runs[0], mask=mask),
                 Run(first, batch.tokens, batch.length, extra=2 * width),
             ]
-        return StepCost(runs, self.judged_rows(batch, judged))
+        return StepCost(runs, judge_rows(self, batch, judged))
 
     def supervised_states(
         self, supervision: Supervision, batch: Batch, count: int, state: TrainingState

@@ -32,8 +32,11 @@ class FeatureLayerDrafter(StateDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    capabilities = replace(StateDrafter.capabilities, cost=OutputLayerCost)
-    repeated_parts = ("fc", "self_attn", "mlp", "block")
+    capabilities = replace(
+        StateDrafter.capabilities,
+        cost=OutputLayerCost,
+        repeated_parts=("fc", "self_attn", "mlp", "block"),
+    )
     # Number of draft steps that are unrolled in training.
     num_steps: int
     # Whether to stop gradients between successive draft steps.

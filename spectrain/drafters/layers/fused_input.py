@@ -68,13 +68,14 @@ class FusedDrafter(VocabularyDrafter):
         with torch.no_grad():
             return self.head.embed(tokens).to(self.fc.weight.dtype)
 
-    @torch.no_grad()
-    def copy_embedding(self, device: torch.device) -> None:
-        """Start the drafter's own embedding, if it has one, as the target's."""
-        if self.embed_tokens is not None:
-            self.embed_tokens.weight.copy_(self.head.all_embeddings(device))
-
 
 def make_embedding(target: Target, is_own: bool) -> nn.Embedding | None:
     """Make an input embedding of the drafter's own; None reads the target's."""
     return nn.Embedding(target.head.vocab_size, target.width) if is_own else None
+
+
+@torch.no_grad()
+def copy_embedding(drafter: FusedDrafter, device: torch.device) -> None:
+    """Start the drafter's own embedding, if it has one, as the target's."""
+    if drafter.embed_tokens is not None:
+        drafter.embed_tokens.weight.copy_(drafter.head.all_embeddings(device))

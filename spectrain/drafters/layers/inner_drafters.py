@@ -40,6 +40,9 @@ def wrapper_capabilities(inner: Drafter) -> Capabilities:
     return replace(
         inner.capabilities,
         nestable=False,
+        repeated_parts=(),
+        draft_model=None,
+        prepare_kernels=None,
         capture=None,
         initial_fit=None,
         context_parallel=None,

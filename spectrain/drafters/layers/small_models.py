@@ -35,6 +35,11 @@ MAX_SIZE_RATIO = 2
 MAX_EXTRA_PARAMETERS = 50_000_000
 
 
+def own_model(drafter: SmallModelDrafter) -> Target:
+    """Return the model that a drafter drafts with."""
+    return drafter.model
+
+
 class SmallModelDrafter(Drafter):
     """A drafter that is a small causal LM with the target's tokenizer."""
 
@@ -60,6 +65,7 @@ class SmallModelDrafter(Drafter):
         description = self.model.saved_config.to_diff_dict()
         settings = {"architecture": description, "num_layers": None, "model": None}
         self.saved = replace(self.saved, settings=settings)
+        self.capabilities = replace(self.capabilities, draft_model=own_model)
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
 
@@ -69,10 +75,6 @@ class SmallModelDrafter(Drafter):
         needs the latter only.
         """
         return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
-
-    @property
-    def draft_model(self) -> Target:
-        return self.model
 
     @property
     def output_layers(self) -> tuple[Projection, Projection]:

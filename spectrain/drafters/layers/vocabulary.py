@@ -62,24 +62,7 @@ class VocabularyDrafter(Drafter):
         vocabulary.
         """
         return StepCost(
-            [Run(self, batch.tokens, batch.length)], self.judged_rows(batch, batch.supervised)
-        )
-
-    def judged_rows(self, batch: BatchShape, rows: float, layers: int = 1) -> Judged:
-        """Return the logits of `rows` states under each of `layers` output layers, and of their
-        labels.
-        """
-        labels = 0 if self.divergence == "cross_entropy" else batch.supervised
-        # On a CPU the gradient of a trained output layer takes a transposed copy of the logits'
-        # gradient, after the labels' logits are gone.
-        is_trained = any(
-            name.rpartition(".")[2] in OUTPUT_LAYERS
-            and any(parameter.requires_grad for parameter in module.parameters())
-            for name, module in self.named_modules()
-        )
-        copies = 2 if labels or is_trained else 1
-        return Judged(
-            rows, len(self.d2t), labels, copies=copies, layers=layers, is_trained=is_trained
+            [Run(self, batch.tokens, batch.length)], judge_rows(self, batch, batch.supervised)
         )
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
@@ -99,6 +82,26 @@ class VocabularyDrafter(Drafter):
         """Embed tokens [..] with the target's embedding, in the drafter's type: [.., D]."""
         with torch.no_grad():
             return self.head.embed(tokens).to(next(self.parameters()).dtype)
+
+
+def judge_rows(
+    drafter: VocabularyDrafter, batch: BatchShape, rows: float, layers: int = 1
+) -> Judged:
+    """Return the logits of `rows` states under each of `layers` output layers, and of their
+    labels.
+    """
+    labels = 0 if drafter.divergence == "cross_entropy" else batch.supervised
+    # On a CPU the gradient of a trained output layer takes a transposed copy of the logits'
+    # gradient, after the labels' logits are gone.
+    is_trained = any(
+        name.rpartition(".")[2] in OUTPUT_LAYERS
+        and any(parameter.requires_grad for parameter in module.parameters())
+        for name, module in drafter.named_modules()
+    )
+    copies = 2 if labels or is_trained else 1
+    return Judged(
+        rows, len(drafter.d2t), labels, copies=copies, layers=layers, is_trained=is_trained
+    )
 
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
@@ -148,7 +151,7 @@ class HeadsDrafter(VocabularyDrafter):
             if name != "heads"
         ]
         return StepCost(
-            [*heads, *others], self.judged_rows(batch, batch.supervised, len(self.heads))
+            [*heads, *others], judge_rows(self, batch, batch.supervised, len(self.heads))
         )
 
     def heads_loss(

@@ -153,7 +153,7 @@ def find_blocks(drafter: nn.Module) -> list[nn.Module]:
 
 def _walk_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost blocks below a module."""
-    repeated = module.repeated_parts if isinstance(module, Drafter) else ()
+    repeated = module.capabilities.repeated_parts if isinstance(module, Drafter) else ()
     for name, child in module.named_children():
         if name in repeated:
             continue

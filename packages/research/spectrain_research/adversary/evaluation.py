@@ -94,7 +94,9 @@ class Adversary(EvalExtension):
 
     def report(self, results: Results) -> dict[str, Any]:
         target = results.candidate.target
-        system = replace(results.systems[0], guard=None)
+        first = results.systems[0]
+        unguarded = tuple(change for change in first.changes if change.part != "plan")
+        system = replace(first, changes=unguarded)
         decoder = Decoder(target, system.rule.matching_rule())
         all_words = sorted(
             {word for prompt in self.prompts for word in str(prompt.turns[0]).split()}
@@ -103,7 +105,12 @@ class Adversary(EvalExtension):
             self._search_edit(target, decoder, system, prompt, all_words, row)
             for row, prompt in enumerate(self.prompts, 1)
         ]
-        guarded = replace(system, name=GUARDED, label=f"{system.label}, guarded", guard=Guard())
+        guarded = replace(
+            system,
+            name=GUARDED,
+            label=f"{system.label}, guarded",
+            changes=(Guard(), *system.changes),
+        )
         decoding = Interleaving(decoder, [system, guarded], [], None, self.max_new_tokens, 1)
         decoding.run([edited.prompt for edited in edited_prompts])
         write_lines(

@@ -39,7 +39,8 @@ class GraftedTrees(EvalExtension):
             )
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return replace(first, pruning=Grafting(self.layer, self.count, self.steps))
+        grafting = Grafting(self.layer, self.count, self.steps)
+        return replace(first, changes=(*first.changes, grafting))
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         return [
@@ -53,12 +54,17 @@ class GraftedTrees(EvalExtension):
         ]
 
     def prepare_systems(self, target: Target, systems: list[System], prompts: PromptLoader) -> None:
-        graftings = [system.pruning for system in systems if isinstance(system.pruning, Grafting)]
+        graftings = [
+            change
+            for system in systems
+            for change in system.changes
+            if isinstance(change, Grafting)
+        ]
         if graftings and self.rank:
             fit_early_heads(target, graftings, prompts(), min(self.rank, target.width // 2))
 
     def report(self, results: Results) -> dict[str, Any]:
-        grafting = results.systems[0].pruning
+        grafting = results.systems[0].find_change("tree")
         return {"grafting": grafting.summarize_grafts()} if isinstance(grafting, Grafting) else {}
 
 

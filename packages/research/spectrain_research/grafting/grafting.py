@@ -5,7 +5,7 @@ Shapes: B batch, N nodes, G grafts of a row, V vocabulary, D target width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import EagerRunner
+from spectrain.decoding.session import RoundChange, Session
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
@@ -26,7 +27,7 @@ from spectrain_research.shared.early_head import EarlyHead
 from spectrain_research.shared.path_scores import score_nodes, score_paths
 
 
-class Grafting:
+class Grafting(RoundChange):
     """After the first `layer` layers, put the likeliest missing nodes into a tree in place of its
     least likely leaves.
 
@@ -38,6 +39,9 @@ class Grafting:
     Rules that fix the target's choice beforehand stay exact: a tree shapes rounds and never changes
     tokens.
     """
+
+    part = "tree"
+    setting_name = "eval.graft_layer"
 
     def __init__(self, layer: int, count: int, steps: int = 1) -> None:
         for key, value in (("graft_layer", layer), ("graft_nodes", count), ("graft_steps", steps)):
@@ -126,13 +130,15 @@ class Grafting:
             self.num_accepted += int((self.grafted.gather(1, accepted.path) & is_real).sum())
             self.grafted = None
 
-    def wrap_drafter(self, drafter: Drafts) -> Drafts:
-        """Return a drafter whose trees are grafted."""
-        return GraftedDrafter(drafter, self)
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
+        """Return what lets a runner verify grafted trees."""
+        self.check_settings(session.rule, session.target)
 
-    def measure_savings(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
-        """Return nothing: what grafts did is no saving, and `summarize_grafts` reports it."""
-        return {}
+        def wrap_drafter(runner: EagerRunner) -> EagerRunner:
+            runner.round_drafter = GraftedDrafter(runner.round_drafter, self)
+            return runner
+
+        return wrap_drafter
 
     def summarize_grafts(self) -> dict[str, Any]:
         """Return the settings and the number of grafts and of accepted grafts per round, warm-up

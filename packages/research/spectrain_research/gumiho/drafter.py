@@ -24,7 +24,7 @@ from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.target_kind import check_architecture
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.kv_cache import TreeCache
@@ -146,7 +146,7 @@ class Gumiho(UnrolledEagle):
             Run(nn.ModuleList(layers), batch.tokens, batch.length, self.num_serial),
         ]
         return StepCost(
-            [*serial, *later], self.judged_rows(batch, self.num_steps * batch.supervised)
+            [*serial, *later], judge_rows(self, batch, self.num_steps * batch.supervised)
         )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:

@@ -29,7 +29,7 @@ from spectrain.drafters.layers.llama_layer import (
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.state_rollout import StateDrafter, StateRollout
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
@@ -187,7 +187,7 @@ class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
                 # Only the cross-attention has a mask.
                 is_masked = part is self.cross_attention
                 runs.append(Run(part, batch.tokens, batch.length, mask=mask * is_masked))
-        return StepCost(runs, self.judged_rows(batch, batch.supervised))
+        return StepCost(runs, judge_rows(self, batch, batch.supervised))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run every entry once, after a cut that lies a random number of draft steps before it."""

@@ -170,7 +170,7 @@ class Overlapping(EvalExtension):
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         label = f"the same, drafted ahead, {describe_tree(candidate.builder)}"
-        return [replace(first, name="overlap", label=label, runner_source=self.overlap)]
+        return [replace(first, name="overlap", label=label, changes=(*first.changes, self.overlap))]
 
     def report(self, results: Results) -> dict[str, Any]:
         turns = results.turns

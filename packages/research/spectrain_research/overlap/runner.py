@@ -30,7 +30,7 @@ import torch
 from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import EagerRunner, Request
-from spectrain.decoding.session import Session
+from spectrain.decoding.session import RoundChange, Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import RunError, UserError
@@ -45,7 +45,7 @@ from .streams import StreamWorker
 
 
 @dataclass
-class Overlap:
+class Overlap(RoundChange):
     """How drafting overlaps with verification, and counts of the rounds."""
 
     pre_verify: bool = False  # the target takes a step while a draft is made again (PEARL)
@@ -55,15 +55,11 @@ class Overlap:
     num_ready: int = 0  # rounds whose draft was ready after verification
     num_missed: int = 0  # all other rounds
 
-    @property
-    def setting_name(self) -> str:
-        return "eval.overlap"
+    part = "runner"
+    setting_name = "eval.overlap"
+    capture_blocker = "receives drafts from another process"
 
-    @property
-    def capture_blocker(self) -> str:
-        return "eval.overlap receives drafts from another process"
-
-    def connect(self, session: Session) -> Callable[[], EagerRunner]:
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
         """Start the worker that drafts ahead; each request gets a runner that uses it."""
         check_overlap(session.drafter, session.builder, session.rule, self.num_outcomes)
         drafter, builder = session.drafter, session.builder
@@ -74,7 +70,7 @@ class Overlap:
             else ProcessWorker
         )
         worker = worker_class(drafter, session.target)
-        return lambda: OverlappedRunner(session.target, session.rule, worker, builder, self)
+        return lambda runner: OverlappedRunner(session.target, session.rule, worker, builder, self)
 
 
 def check_overlap(

@@ -53,7 +53,9 @@ class Pipelining(EvalExtension):
         if not self.in_processes:
             return []
         label = f"{self.stages} stages, {describe_tree(candidate.builder)}"
-        return [replace(first, name="pipeline", label=label, runner_source=self.pipeline)]
+        return [
+            replace(first, name="pipeline", label=label, changes=(*first.changes, self.pipeline))
+        ]
 
     def report(self, results: Results) -> dict[str, Any]:
         turns = results.turns

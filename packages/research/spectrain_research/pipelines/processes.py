@@ -26,7 +26,7 @@ from torch import Tensor
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import RoundRecord
 from spectrain.decoding.loop import EagerRunner, Request
-from spectrain.decoding.session import Session
+from spectrain.decoding.session import RoundChange, Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
@@ -51,7 +51,7 @@ class StageRun:
 
 
 @dataclass
-class Pipeline:
+class Pipeline(RoundChange):
     """How a target is cut into stages, and counts of the runs."""
 
     num_stages: int = 2
@@ -65,22 +65,18 @@ class Pipeline:
     stage_seconds: list[tuple[float, ...]] = field(default_factory=list, repr=False)
     draft_seconds: list[float] = field(default_factory=list, repr=False)  # of every drafted run
 
-    @property
-    def setting_name(self) -> str:
-        return "eval.pipeline"
+    part = "runner"
+    setting_name = "eval.pipeline"
+    capture_blocker = "runs layers in other processes"
 
-    @property
-    def capture_blocker(self) -> str:
-        return "eval.pipeline runs layers in other processes"
-
-    def connect(self, session: Session) -> Callable[[], EagerRunner]:
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
         """Start the processes of the stages; all requests use them one after another."""
         assert session.builder is not None
         check_pipeline(session.drafter, session.builder, session.rule, session.target, self)
         processes = StageProcesses(session.target, self)
         draft_tokens, builder = self.draft_tokens, session.builder
         follower = None if session.drafter is None else Follower(session.drafter, session.target)
-        return lambda: PipelinedRunner(
+        return lambda runner: PipelinedRunner(
             (session.target, session.rule, builder), processes, self, follower or draft_tokens
         )
 

@@ -27,7 +27,9 @@ class PruningExtension(EvalExtension):
     rank: int
 
     def prepare_systems(self, target: Target, systems: list[System], prompts: PromptLoader) -> None:
-        prunings = [system.pruning for system in systems if isinstance(system.pruning, Pruning)]
+        prunings = [
+            change for system in systems for change in system.changes if isinstance(change, Pruning)
+        ]
         if prunings and self.rank:
             fit_early_heads(target, prunings, prompts(), min(self.rank, target.width // 2))
 
@@ -62,7 +64,7 @@ class PruneSweep(PruningExtension, GridSweep):
                         drafter,
                         builder,
                         rule,
-                        pruning=pruning,
+                        changes=(pruning,),
                     )
                 )
         return systems
@@ -81,7 +83,7 @@ class PrunedTrees(PruningExtension):
         check_pruned_tree(candidate.builder)
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
-        return replace(first, pruning=Pruning(self.layer, self.top_k))
+        return replace(first, changes=(*first.changes, Pruning(self.layer, self.top_k)))
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         return [

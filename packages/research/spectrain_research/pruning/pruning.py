@@ -6,7 +6,7 @@ Shapes: B batch, N nodes, V vocabulary, D target width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import EagerRunner
+from spectrain.decoding.session import RoundChange, Session
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
@@ -26,7 +28,7 @@ from spectrain.trees.token_tree import AcceptedPath, PruningStats, TokenTree
 from spectrain_research.shared.early_head import EarlyHead
 
 
-class Pruning:
+class Pruning(RoundChange):
     """Drop nodes after the first `layer` layers whose token is not among the `top_k` of an early
     exit at their parent.
 
@@ -34,6 +36,9 @@ class Pruning:
     rule that weighs p against q would be wrong about them. Rules that fix the target's choice
     beforehand stay exact: losing a node can shorten a round and never changes its tokens.
     """
+
+    part = "tree"
+    setting_name = "eval.prune_layer"
 
     def __init__(self, layer: int, top_k: int) -> None:
         for key, value in (("prune_layer", layer), ("prune_top", top_k)):
@@ -128,11 +133,17 @@ class Pruning:
         own = target.head.output.weight.numel()
         return own if self.head is None else self.head.down.numel() + self.head.up.numel()
 
-    def wrap_drafter(self, drafter: Drafts) -> Drafts:
-        """Return a drafter whose trees are pruned."""
-        return PrunedDrafter(drafter, self)
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
+        """Return what lets a runner verify pruned trees."""
+        self.check_settings(session.rule, session.target)
 
-    def measure_savings(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
+        def wrap_drafter(runner: EagerRunner) -> EagerRunner:
+            runner.round_drafter = PrunedDrafter(runner.round_drafter, self)
+            return runner
+
+        return wrap_drafter
+
+    def summarize(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
         """Compute what early pruning saves of verification.
 
         `node_layers_saved` is the share of node-layers (a node run through one layer), `work_saved`

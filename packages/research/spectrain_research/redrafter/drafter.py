@@ -26,7 +26,7 @@ from spectrain.drafters.layers.output_layer import (
     make_output_layer,
     project_down,
 )
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter, judge_rows
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
@@ -131,7 +131,7 @@ class Redrafter(VocabularyDrafter):
         supervised tokens.
         """
         runs = [Run(self, batch.supervised, 0, self.num_steps, extra=4 * target.width)]
-        judged = self.judged_rows(batch, self.num_steps * batch.supervised)
+        judged = judge_rows(self, batch, self.num_steps * batch.supervised)
         return StepCost(runs, replace(judged, width=2 * target.width))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:

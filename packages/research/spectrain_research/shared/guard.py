@@ -5,13 +5,18 @@ decoding is never much slower.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import EagerRunner
+from spectrain.decoding.session import RoundChange, Session
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
+from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees.base import (
     PlanOptions,
@@ -31,7 +36,7 @@ STEP_INTERVAL = 32
 STEP_WINDOW = 9
 
 
-class Guard:
+class Guard(RoundChange):
     """Decides before every round whether to draft, from the gains and costs of drafted rounds so
     far, over all prompts.
 
@@ -42,6 +47,9 @@ class Guard:
     steps, so that tries lose at most half of the allowance. The other half covers the start of a
     stream that never pays: `window` rounds, or fewer that lose `window` steps.
     """
+
+    part = "plan"
+    setting_name = "eval.guard"
 
     def __init__(
         self, allowance: float = 0.05, window: int = 8, cost: Callable[[int], float] | None = None
@@ -61,11 +69,14 @@ class Guard:
         # Tokens and cost of a round whose drafter ran and proposed nothing yet.
         self.deferred_round: tuple[float, float] | None = None
 
-    def make_policy(self, policy: RoundPolicy) -> RoundPolicy:
-        """Return a policy that drafts only while this guard allows it; `policy` learns from drafted
-        rounds.
-        """
-        return GuardPolicy(self, policy)
+    def connect(self, session: Session) -> Callable[[EagerRunner], EagerRunner]:
+        """Return what lets a runner draft only while this guard allows it."""
+
+        def guard_rounds(runner: EagerRunner) -> EagerRunner:
+            runner.policy = GuardPolicy(self, runner.policy)
+            return runner
+
+        return guard_rounds
 
     def should_draft(self) -> bool:
         """Tell whether the next round drafts. The first two do not, nor does one after 32 that
@@ -122,8 +133,8 @@ class Guard:
             self.is_stopped = True
             self.savings = 0.0
 
-    def summarize_rounds(self) -> dict[str, int | bool]:
-        """Return counts for a report."""
+    def summarize(self, answers: Sequence[Generation], target: Target) -> dict[str, Any]:
+        """Return counts of all rounds so far."""
         return {
             "drafted_rounds": self.num_drafted,
             "plain_rounds": self.num_undrafted,
@@ -169,5 +180,7 @@ class GuardedSystem(EvalExtension):
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
         return (
-            first if first.builder.round_policy.decides_to_draft else replace(first, guard=Guard())
+            first
+            if first.builder.round_policy.decides_to_draft
+            else replace(first, changes=(Guard(), *first.changes))
         )

@@ -21,7 +21,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -113,7 +113,7 @@ class TransformerHeads(SharedHeadDrafter):
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of every head's layer over all tokens, and of the logits of all heads."""
-        judged = self.judged_rows(batch, len(self.heads) * batch.supervised)
+        judged = judge_rows(self, batch, len(self.heads) * batch.supervised)
         runs = [Run(self, batch.tokens, batch.length)]
         if self.target_training is None:
             return StepCost(runs, judged)

@@ -114,9 +114,10 @@ class Optimum(EvalExtension):
         system = results.systems[0]
         rates_by_depth: list[list[dict[str, float]]] = []
         children = system.builder.children
+        tree_changes = tuple(change for change in system.changes if change.part == "tree")
         for row, turn in enumerate(results.turns["drafter"], 1):
             recorder = NodeRecorder(system.builder, system.rule)
-            session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
+            session = Session(target, system.rule, system.drafter, recorder, changes=tree_changes)
             (generation,) = session.decode([turn.drafted.prompt], self.max_new_tokens, [row])
             children = recorder.kind
             for node_rates in recorder.rounds[: len(generation.complete_round_lengths)]:

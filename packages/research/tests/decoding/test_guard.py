@@ -5,7 +5,6 @@ nothing else.
 import math
 from collections.abc import Callable
 from random import Random
-from typing import cast
 
 import pytest
 import torch
@@ -174,7 +173,7 @@ def test_guard_does_not_change_the_output(
     """
     switch = Switch(pattern)
     plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
-    result = Session(shallow, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(
+    result = Session(shallow, Greedy(), eagle3, builder, changes=(switch,)).decode(
         prompts[:batch], LIMIT
     )
     for prompt, alone, drafted in zip(prompts, plain, result):
@@ -208,7 +207,7 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
     plain = decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1)
     texts = [prompt + result.output for prompt, result in zip(prompts, plain)]
     followed = Oracle(texts, slips=True, inner=eagle3)
-    generations = Session(shallow, Greedy(), followed, builder, guard=cast(Guard, switch)).decode(
+    generations = Session(shallow, Greedy(), followed, builder, changes=(switch,)).decode(
         prompts, LIMIT
     )
     turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
@@ -248,7 +247,7 @@ def test_random_tokens_cost_little(shallow: Target) -> None:
         (free,) = Session(shallow, Greedy(), drafter, builder).decode(
             [prompt], 48, [row], ignore_eos=True
         )
-        (result,) = Session(shallow, Greedy(), drafter, builder, guard).decode(
+        (result,) = Session(shallow, Greedy(), drafter, builder, changes=(guard,)).decode(
             [prompt], 48, [row], ignore_eos=True
         )
         assert result.output == plain.output == free.output
@@ -276,7 +275,7 @@ def test_preparing_round_counts_with_the_next_round() -> None:
         else:
             guard.record_round(False, 1.0, 1.0)
             ready = False  # a plain round leaves it with nothing
-    assert 90 <= drafted <= 99 and not guard.summarize_rounds()["fallen_back"]
+    assert 90 <= drafted <= 99 and not guard.is_stopped
 
 
 def test_a_drafter_that_never_proposes_costs_no_more_than_the_allowance() -> None:

@@ -180,7 +180,7 @@ def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
     counts = []
     for outcomes in (1, 4, 400):
         overlap = Overlap(num_outcomes=outcomes)
-        (result,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
+        (result,) = Session(shallow, Greedy(), drafter, Chain(3), changes=(overlap,)).decode(
             [PROMPTS[0]], LIMIT, ignore_eos=True
         )
         follower = Follower(make_drafter("causal", shallow), shallow)
@@ -224,7 +224,7 @@ def test_overlapped_output_equals_the_loop(
     overlap = Overlap(**way, uses_streams=streams)
     if overlap.num_outcomes and not drafter.capabilities.scores_path_at_once:
         pytest.skip("its chances do not say what follows")
-    session = Session(shallow, rule, drafter, builder, runner_source=overlap)
+    session = Session(shallow, rule, drafter, builder, changes=(overlap,))
     for number, prompt in enumerate(PROMPTS[1:]):
         (plain,) = decode(
             shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True
@@ -242,7 +242,7 @@ def test_stream_worker_drafts_equal_the_process(shallow: Target) -> None:
     for way in ({}, {"pre_verify": True}, {"num_outcomes": 5}):
         both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
-            Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
+            Session(shallow, Greedy(), drafter, Chain(3), changes=(overlap,)).decode(
                 [PROMPTS[0]], LIMIT, ignore_eos=True
             )
         assert (both[0].num_ready, both[0].num_missed) == (both[1].num_ready, both[1].num_missed)
@@ -270,7 +270,7 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(
     monkeypatch.setattr(drafter.model, "run", record_calls("draft", drafter.model.run))  # type: ignore[union-attr]
     monkeypatch.setattr(rule, "accept", record_calls("accept", rule.accept))
     overlap = Overlap(uses_streams=True)
-    Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode(
+    Session(shallow, rule, drafter, Chain(3), changes=(overlap,)).decode(
         [PROMPTS[0]], LIMIT, ignore_eos=True
     )
     rounds = " ".join(calls).split("verify")
@@ -285,7 +285,7 @@ def test_correct_drafts_are_ready(shallow: Target) -> None:
     drafter = prepare_for_decoding(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
     for overlap in (Overlap(), Overlap(pre_verify=True)):
-        session = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap)
+        session = Session(shallow, Greedy(), drafter, Chain(3), changes=(overlap,))
         (result,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
         assert (
             overlap.num_missed == 0
@@ -318,6 +318,6 @@ def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
         check_overlap(make_drafter("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
-        Session(shallow, Greedy(), causal, Chain(3), runner_source=Overlap()).decode(
+        Session(shallow, Greedy(), causal, Chain(3), changes=(Overlap(),)).decode(
             PROMPTS[:2], LIMIT
         )

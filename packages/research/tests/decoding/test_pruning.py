@@ -124,12 +124,12 @@ def test_remaining_nodes_are_the_likely_nodes(
     path find likely; a layer that drafting has been through is refused."""
     if layer < EXITS.get(name, 0):
         with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
-            Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(
+            Session(tiny, Greedy(), drafters[name], TREE, changes=(Pruning(layer, 2),)).decode(
                 prompts[:batch], 8
             )
         return
     pruning = RecordingPruning(layer, top_k=2 if name in EXITS else 20)
-    Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(
+    Session(tiny, Greedy(), drafters[name], TREE, changes=(pruning,)).decode(
         prompts[:batch], 8, ignore_eos=True
     )
     for texts, tree, pruned in pruning.rounds:
@@ -167,7 +167,7 @@ def test_pruned_decoding_equals_autoregressive(
     rows = [4, 9, 2][:batch]
     plain = decode(tiny, prompts[:batch], rule, LIMIT, sequence_ids=rows)
     for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
-        session = Session(tiny, rule, drafters[name], TREE, pruning=Pruning(layer, top_k))
+        session = Session(tiny, rule, drafters[name], TREE, changes=(Pruning(layer, top_k),))
         pruned = session.decode(prompts[:batch], LIMIT, sequence_ids=rows)
         assert [result.output for result in pruned] == [alone.output for alone in plain]
 
@@ -183,7 +183,7 @@ def test_top_k_of_the_full_vocabulary_prunes_nothing(
     """
     plain = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE)
     for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
-        result = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(
+        result = Session(tiny, Greedy(), drafters[name], TREE, changes=(Pruning(6, top_k),)).decode(
             prompts[:batch], LIMIT
         )
         for item, other in zip(result, plain):
@@ -206,7 +206,7 @@ def test_nodes_and_pruned_nodes_add_up(
     proposed.
     """
     pruning = RecordingPruning(6, 2)
-    result = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(
+    result = Session(tiny, Greedy(), drafters[name], TREE, changes=(pruning,)).decode(
         prompts[:batch], LIMIT
     )
     for row, generation in enumerate(result):
@@ -239,7 +239,7 @@ def test_drawn_trees_are_pruned_too(
     drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
     pruning = RecordingPruning(6, 20)
     builder = Static(paths=drawn, children=children, temperature=0.3)
-    result = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(
+    result = Session(tiny, Greedy(), drafters[name], builder, changes=(pruning,)).decode(
         prompts, LIMIT
     )
     assert [generation.output for generation in result] == [
@@ -275,7 +275,7 @@ def test_pruning_refuses_rejection_rules(
         Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
         Session(
-            tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)
+            tiny, rule, drafters["early_exit"], Chain(2, "sampled"), changes=(Pruning(2, 4),)
         ).decode(prompts[:1], 4)
 
 
@@ -293,7 +293,7 @@ def test_both_halves_of_propd_run_together(
     builder.round_policy.costs.choice.should_draft = lambda *_: (
         builder.round_policy.num_rounds % 4 > 0
     )  # type: ignore[method-assign]
-    session = Session(tiny, Greedy(), drafters["early_exit"], builder, pruning=Pruning(6, 1))
+    session = Session(tiny, Greedy(), drafters["early_exit"], builder, changes=(Pruning(6, 1),))
     generations = session.decode(prompts[:1], 24)
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(tiny, prompts[:1], Greedy(), 24)
@@ -313,7 +313,9 @@ def test_both_halves_of_propd_run_together(
 def test_pruning_refuses_mask_nodes(tiny: Target, prompts: list[list[int]]) -> None:
     """Lookahead's window holds no tokens of the text, so likely ones cannot be picked from it."""
     with pytest.raises(UserError, match="eval.prune_layer"):
-        Session(tiny, Greedy(), Lookahead(tiny), TREE, pruning=Pruning(2, 4)).decode(prompts[:1], 8)
+        Session(tiny, Greedy(), Lookahead(tiny), TREE, changes=(Pruning(2, 4),)).decode(
+            prompts[:1], 8
+        )
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,7 @@ def test_pruning_refuses_invalid_settings(
     layers that has.
     """
     with pytest.raises(UserError, match=message):
-        Session(tiny, Greedy(), drafters["ngram"], TREE, pruning=Pruning(layer, top_k)).decode(
+        Session(tiny, Greedy(), drafters["ngram"], TREE, changes=(Pruning(layer, top_k),)).decode(
             prompts[:1], 4
         )
 
@@ -352,7 +354,7 @@ def test_pruned_and_unpruned_first_rounds_are_equal(
     pruning = RecordingPruning(6, 2)
     full = RecordingPruning(6, tiny.head.vocab_size)
     for each in (pruning, full):
-        Session(tiny, Greedy(), drafters["early_exit"], TREE, pruning=each).decode(prompts, 4)
+        Session(tiny, Greedy(), drafters["early_exit"], TREE, changes=(each,)).decode(prompts, 4)
     assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [
         paths(full.rounds[0][2], row) for row in range(3)
     ]
@@ -479,7 +481,7 @@ def test_pruning_with_a_fitted_head_is_lossless(
     plain = [item.output for item in decode(tiny, prompts, Greedy(), LIMIT)]
     assert any(pruning.head is not None for pruning in prunings)
     for pruning in prunings:
-        result = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(
+        result = Session(tiny, Greedy(), drafters["eagle3"], TREE, changes=(pruning,)).decode(
             prompts, LIMIT
         )
         assert [item.output for item in result] == plain and sum(

@@ -22,10 +22,10 @@ def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
         "eval.guard decides": Session(
-            tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"
+            tiny, Greedy(), eagle3, Chain(2), changes=(Guard(),), engine="captured"
         ),
         "eval.prune_layer decides": Session(
-            tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"
+            tiny, Greedy(), eagle3, Chain(2), changes=(Pruning(4, 2),), engine="captured"
         ),
         "drafter=ngram reads values": Session(
             tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"
@@ -47,7 +47,7 @@ def test_guard_and_pruning_combine(tiny: Target) -> None:
     """
     drafter = LayerSkipping(tiny, skipped=[5])
     guard = Guard(cost=lambda nodes: 1.0)
-    session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
+    session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), changes=(guard, Pruning(6, 2)))
     result = session.decode(PROMPTS, 12, ignore_eos=True)
     assert [item.output for item in result] == [
         item.output for item in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)

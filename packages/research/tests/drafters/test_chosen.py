@@ -243,7 +243,7 @@ def test_a_guard_may_leave_all_of_them_out(shallow: Target, prompts: list[list[i
         Greedy(),
         make_router(shallow),
         Chain(3),
-        guard=Guard(window=2, cost=lambda nodes: float(nodes)),
+        changes=(Guard(window=2, cost=lambda nodes: float(nodes)),),
     )
     expected = [generation.output for generation in decode(shallow, prompts, Greedy(), 40)]
     assert [generation.output for generation in session.decode(prompts, 40)] == expected

@@ -52,7 +52,6 @@ from spectrain_research.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain_research.sequoia.builder import Sequoia
 from spectrain_research.shared import learned_masks
 from spectrain_research.shared.draft_replay import DraftRecorder
-from spectrain_research.shared.guard import Guard
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise
 from tests.models.architectures import save_small
@@ -1063,7 +1062,7 @@ def test_rounds_without_a_draft(
     )
     builder = Chain(3)
     recorder = DecodingRecorder(drafter, builder, prompts[:count])
-    session = Session(shallow, Greedy(), drafter, recorder, guard=cast(Guard, switch))
+    session = Session(shallow, Greedy(), drafter, recorder, changes=(switch,))
     generations = session.decode(prompts[:count], LIMIT, ignore_eos=True)
     assert [generation.output for generation in generations] == answers[:count]
     drafted = [recorded for recorded, _ in switch.recorded]

@@ -296,7 +296,7 @@ def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: lis
     """
     drafter = Lookahead(shallow, 3, 3, 1000)
     plain = decode(shallow, prompts, Greedy(), LIMIT)
-    generations = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(
+    generations = Session(shallow, Greedy(), drafter, BUILDER, changes=(EveryOther(),)).decode(
         prompts, LIMIT
     )
     for row, (prompt, generation) in enumerate(zip(prompts, generations)):

@@ -1,7 +1,5 @@
 """The tests of tests/drafters/test_pard.py that are about ideas."""
 
-from typing import cast
-
 import pytest
 
 from packages.research.tests.decoding.test_guard import Switch
@@ -9,7 +7,6 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.models.target import Target
 from spectrain.trees import Chain
-from spectrain_research.shared.guard import Guard
 from tests.drafters.test_pard import (
     LIMIT,
     PROMPTS,
@@ -32,7 +29,7 @@ def test_rounds_without_a_draft(
     drafter = make_drafter(shallow, num_layers=2)
     switch = Switch(pattern)
     recorder = RecordingBuilder(Chain(3))
-    session = Session(shallow, Greedy(), drafter, recorder, guard=cast(Guard, switch))
+    session = Session(shallow, Greedy(), drafter, recorder, changes=(switch,))
     generations = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
     assert [row.output for row in generations] == greedy_answers[:count]
     assert all(

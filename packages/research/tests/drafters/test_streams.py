@@ -319,7 +319,7 @@ def test_masks_follow_what_pruning_leaves(shallow: Target, kind: str) -> None:
     builder = Eagle2(4, 10, 3)
     expected = [row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
     first = KINDS[kind]["transfer_layer"]
-    generations = Session(shallow, Greedy(), drafter, builder, pruning=Pruning(first, 2)).decode(
+    generations = Session(shallow, Greedy(), drafter, builder, changes=(Pruning(first, 2),)).decode(
         PROMPTS, LIMIT, ignore_eos=True
     )
     assert [row.output for row in generations] == expected and sum(
@@ -327,7 +327,7 @@ def test_masks_follow_what_pruning_leaves(shallow: Target, kind: str) -> None:
     ) > 0
     late = "an earlier layer" if first + 1 < shallow.num_layers else "use fewer"
     with pytest.raises(UserError, match=rf"eval.prune_layer={first + 1}: .*{late}"):
-        Session(shallow, Greedy(), drafter, builder, pruning=Pruning(first + 1, 2)).decode(
+        Session(shallow, Greedy(), drafter, builder, changes=(Pruning(first + 1, 2),)).decode(
             PROMPTS, LIMIT
         )
 

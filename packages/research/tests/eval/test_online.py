@@ -507,7 +507,7 @@ def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
     drafter = make_drafter(shallow).eval()
     recorder = DraftRecorder(Chain(3))
     guard: Any = Every()
-    session = Session(shallow, Greedy(), drafter, recorder, guard=guard)
+    session = Session(shallow, Greedy(), drafter, recorder, changes=(guard,))
     (generation,) = session.decode([[5, 900, 71, 4]], LIMIT, ignore_eos=True)
     replays = select_replays(generation, recorder.rounds[0], 9, Random(0))
     assert len(replays) > 2

@@ -93,7 +93,8 @@ def decode_alone(
     pruning: Pruning | None = None,
 ) -> list[Generation]:
     """Decode the same turns, each by itself and without an evaluation."""
-    session = Session(target, rule, drafter, builder, pruning=pruning)
+    changes = () if pruning is None else (pruning,)
+    session = Session(target, rule, drafter, builder, changes=changes)
     return [session.decode([prompt], LIMIT, [row])[0] for prompt, row in read_turns(folder)]
 
 
@@ -373,7 +374,7 @@ def count_alone(
     """Return `decode_alone`, and the share of node-layers that the layers themselves did not run,
     of all proposed nodes through all layers. The drafter must draft in none of the target's layers,
     or propose all that it drafts."""
-    session = Session(target, rule, drafter, builder, pruning=pruning)
+    session = Session(target, rule, drafter, builder, changes=(pruning,))
     runs = [node_layers(session, prompt, row) for prompt, row in read_turns(folder)]
     every = target.num_layers * sum(
         sum(generation.node_counts) + sum(generation.pruned_counts) for generation, _ in runs

@@ -111,7 +111,7 @@ def test_grafts_are_those_of_plain_forwards(
     """
     grafting = Recorded(LAYER, COUNT, steps)
     grafting.rounds = []
-    generations = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(
+    generations = Session(target, rule, drafters[name], TREE, changes=(grafting,)).decode(
         PROMPTS, LIMIT, ignore_eos=True
     )
     assert [generation.output for generation in generations] == [
@@ -147,7 +147,7 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
     grafting = Recorded(LAYER, COUNT, 1)
     grafting.rounds = []
     generations = Session(
-        target, Greedy(), drafters["early_exit"], builder, pruning=grafting
+        target, Greedy(), drafters["early_exit"], builder, changes=(grafting,)
     ).decode(PROMPTS[:1], LIMIT)
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(target, PROMPTS[:1], Greedy(), LIMIT)
@@ -159,10 +159,10 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
 def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str, Drafter]) -> None:
     """The late exit of a random target predicts more than an untrained drafter."""
     plain, grafted = (
-        Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(
+        Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), changes=changes).decode(
             PROMPTS, 30, ignore_eos=True
         )
-        for pruning in (None, Grafting(LAYER, COUNT))
+        for changes in ((), (Grafting(LAYER, COUNT),))
     )
     assert sum(len(generation.round_lengths) for generation in grafted) < sum(
         len(generation.round_lengths) for generation in plain
@@ -182,7 +182,7 @@ def test_grafting_refuses_what_it_is_not_valid_for(
         (Grafting(2, 5), Greedy(), "eval.graft_nodes=5: .*room for 4"),
     ):
         with pytest.raises(UserError, match=message):
-            Session(target, rule, drafters["ngram"], TREE, pruning=grafting).decode(
+            Session(target, rule, drafters["ngram"], TREE, changes=(grafting,)).decode(
                 PROMPTS, 4, ignore_eos=True
             )
     with pytest.raises(UserError, match="eval.graft_nodes=0"):

@@ -142,7 +142,7 @@ def test_processes_take_the_simulated_time(shallow: Target, stages: int, in_flig
     wrong = {3, 8, 9}
     script = ScriptedDrafts(answer, len(prompt), wrong, draft)
     pipeline = Pipeline(stages, in_flight, delay, draft_tokens=script)
-    session = Session(shallow, Greedy(), None, Chain(3), runner_source=pipeline)
+    session = Session(shallow, Greedy(), None, Chain(3), changes=(pipeline,))
     assert session.decode([prompt], limit, ignore_eos=True)[0].output == answer[:limit]
     ratios = []
     for _ in range(3):
@@ -161,14 +161,14 @@ def test_drafts_of_a_drafter_pass_the_stages(shallow: Target) -> None:
     after another.
     """
     pipeline = Pipeline(3, 4)
-    session = Session(shallow, Greedy(), Ngram(shallow), Chain(2), runner_source=pipeline)
+    session = Session(shallow, Greedy(), Ngram(shallow), Chain(2), changes=(pipeline,))
     for prompt in ([5, 6, 7, 5, 6, 7, 5, 6], [40, 41, 40, 41, 40]):
         expected = decode(shallow, [prompt], Greedy(), 16, ignore_eos=True)[0].output
         assert session.decode([prompt], 16, ignore_eos=True)[0].output == expected
     assert pipeline.num_runs > 4
     with pytest.raises(UserError, match="one length"):
         Session(
-            shallow, Greedy(), Ngram(shallow), Chain(2, stop=0.5), runner_source=Pipeline()
+            shallow, Greedy(), Ngram(shallow), Chain(2, stop=0.5), changes=(Pipeline(),)
         ).decode([[5]], 4)
     with pytest.raises(UserError, match="at once"):
         session.decode([[5, 6], [7, 8]], 4)

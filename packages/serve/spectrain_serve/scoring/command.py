@@ -69,17 +69,17 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = make_evaluation(spec)
     folder = find_results_folder(folder) / "eval" / evaluation.name
     require_writable(folder, "run")
+    server: Server = spec.server.build()
     with ExitStack() as stack:
-        groups, launched = (
-            start_servers(spec, stack) if requested.get("serve") else (connect_servers(spec), {})
-        )
+        if requested.get("serve"):
+            served = find_served_drafter(spec, server.name)
+            groups, launched = start_servers(server, served, stack)
+        else:
+            groups, launched = connect_servers(server), {}
         if requested.get("run"):
-            subject = describe_subject(
-                spec, Path(str(spec.run)), groups, launched.get("weight_type")
-            )
+            subject = describe_subject(spec, server, groups, launched)
         else:
             subject = describe_server(spec, groups)
-        subject = replace(subject, launched=launched)
         if subject.target is not None:
             evaluation.check_prompts(subject.target)
         elif evaluation.context is not None:
@@ -149,27 +149,27 @@ def make_evaluation(spec: RunSpec) -> ServerEvaluation:
     return ServerEvaluation(**{key: value for key, value in checked.items() if key in APPLICABLE})
 
 
-def connect_servers(spec: RunSpec) -> list[ServerGroup]:
-    """Return the running servers: the one to score and, if the settings name it, the one without
+def connect_servers(server: Server) -> list[ServerGroup]:
+    """Return the running servers: the one to score and, if its settings name it, the one without
     a drafter.
     """
-    server: Server = spec.server.build()
     group: dict[str, AbstractContextManager[Server]] = {DRAFTED: nullcontext(server)}
-    if server.settings.baseline_url is not None:
-        changed = spec.server.with_settings(url=server.settings.baseline_url, baseline_url=None)
-        group[PLAIN] = nullcontext(changed.build())
+    url = server.settings.baseline_url
+    if url is not None:
+        settings = replace(server.settings, url=url, baseline_url=None)
+        group[PLAIN] = nullcontext(type(server)(settings))
     return [group]
 
 
-def start_servers(spec: RunSpec, stack: ExitStack) -> tuple[list[ServerGroup], dict[str, Any]]:
+def start_servers(
+    server: Server, drafter: ServedDrafter, stack: ExitStack
+) -> tuple[list[ServerGroup], dict[str, Any]]:
     """Return the servers that start when they are entered, and how: the engine with the run's
     drafter and without a drafter.
 
     With server.baseline_port both run at the same time. The drafter's files are there until `stack`
     is closed.
     """
-    server: Server = spec.server.build()
-    drafter = find_served_drafter(spec, server.name)
     folder = drafter.directory
     if not drafter.is_exported:
         folder = (
@@ -257,23 +257,27 @@ def load_tokenizing_target(spec: RunSpec) -> Target:
 
 
 def describe_subject(
-    spec: RunSpec, run: Path, groups: list[ServerGroup], weight_type: str | None
+    spec: RunSpec, server: Server, groups: list[ServerGroup], launched: Mapping[str, Any]
 ) -> ServedSubject:
     """Return a server with the drafter of a run, with which our own chain decodes, too.
 
-    `weight_type` is that of the server's weights; None where spectrain did not start it.
+    `launched` says how it was started; it is empty where spectrain did not start it.
     """
+    run = Path(str(spec.run))
     target = load_target(spec, run)
     target.pack_weights()
     drafter = load_drafter(spec, run, target)
     setting = describe_run(spec, run, target, drafter)
-    server: Server = spec.server.build()
     drafter = drafter.to(target.device, target.dtype).eval()
-    causes = find_causes(spec, run, target)
-    own = OwnChain(target, drafter, causes, find_starter(server).make_builder, weight_type)
-    return ServedSubject(
-        groups, target, {**setting, "acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}, own
+    own = OwnChain(
+        target,
+        drafter,
+        find_causes(spec, run, target),
+        find_starter(server).make_builder,
+        launched.get("weight_type"),
     )
+    setting |= {"acceptance": {"choice": "greedy"}, "dtype": UNKNOWN_DTYPE}
+    return ServedSubject(groups, target, setting, own, launched)
 
 
 def find_causes(spec: RunSpec, run: Path, target: Target) -> CauseLister:
