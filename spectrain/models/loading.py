@@ -44,7 +44,7 @@ from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
-from .model_sizes import check_model_directory
+from .model_sizes import check_model_directory, check_shape
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
@@ -278,6 +278,7 @@ def load_hf(
         }
         check_model_directory(path)
         config = AutoConfig.from_pretrained(model, **hub)
+        check_shape(config.get_text_config(), path / "config.json")
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
         apply_chat_template(tokenizer, chat_template)
         weight_dtype = resolve_dtype(device, config, dtype)
@@ -328,7 +329,7 @@ def warn_of_tokens_beyond(target: Target) -> None:
             file=sys.stderr,
             flush=True,
         )
-    beyond = sorted(token for token in target.stop_ids if token >= rows)
+    beyond = sorted(token for token in target.stop_ids if not 0 <= token < rows)
     if beyond:
         print(
             f"spectrain: target {target.name}: its stop token {beyond[0]} has no embedding, which "
