@@ -252,11 +252,16 @@ def call_with_spec(path: str, *keys: str) -> Task:
 
 
 def plan_command(config: Any) -> None:
+    register_resolvers = lazy_import("config.build.register_resolvers")
     # Recipes depend on the planned device.
-    lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
-    spec, settings = read_command_run(config, "plan")
-    with result_output():
-        settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+    register_resolvers(str(config.plan.get("device", "auto")))
+    try:
+        spec, settings = read_command_run(config, "plan")
+        with result_output():
+            settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+    finally:
+        # Whatever this process composes next is for its own device.
+        register_resolvers()
 
 
 def print_settings(config: Any) -> None:
