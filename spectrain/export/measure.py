@@ -103,8 +103,8 @@ def find_misinterpretation(
     )
     problem = (
         f"with {best.description} it would accept {best_accepted:.2f} tokens per forward instead "
-        f"of {accepted:.2f} ({len(generations)} prompts, chain of {DEPTH}, greedy), and it is closer "
-        "to its target"
+        f"of {accepted:.2f} ({len(generations)} prompts, chain of {DEPTH}, greedy), and it is "
+        "closer to its target"
     )
     return [
         *findings,

@@ -23,6 +23,7 @@ from spectrain.models.bundled import (
     find_smollm2,
 )
 from spectrain.models.checked_tensors import open_tensors
+from spectrain.models.checkpoint_files import list_weight_files
 from spectrain.models.load_errors import explain_load_error, explain_load_failure
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.model_sizes import check_model_directory, check_shape
@@ -276,7 +277,7 @@ class TargetFiles:
         return int(self.config.vocab_size)
 
     def _load_tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
-        for path in sorted(self.directory.glob("*.safetensors")):
+        for path in list_weight_files(self.directory):
             with open_tensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     if name.endswith(endings) and not name.startswith("vision"):

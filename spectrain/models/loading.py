@@ -40,7 +40,7 @@ from .bundled import (
     load_tiny_tokenizer,
 )
 from .check import check_exact, check_vision
-from .checkpoint_files import CheckpointFiles
+from .checkpoint_files import CheckpointFiles, check_index
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
@@ -277,6 +277,8 @@ def load_hf(
             **({} if revision is None else {"revision": revision}),
         }
         check_model_directory(path)
+        if path.is_dir() and reads_weights:
+            check_index(path)
         config = AutoConfig.from_pretrained(model, **hub)
         check_shape(config.get_text_config(), path / "config.json")
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
@@ -318,10 +320,18 @@ def load_hf(
 
 def warn_of_tokens_beyond(target: Target) -> None:
     """Warn of tokens of the tokenizer without a row in the embedding, because texts that hold one
-    are refused, and of such stop tokens.
+    are refused, of such stop tokens, and of tokens that share an id.
     """
     rows = target.head.num_embeddings
-    count = sum(token >= rows for token in target.tokenizer.get_vocab().values())
+    ids = [*target.tokenizer.get_vocab().values()]
+    count = sum(token >= rows for token in ids)
+    if num_shared := len(ids) - len({*ids}):
+        print(
+            f"spectrain: target {target.name}: {num_shared} tokens of its tokenizer have the id of "
+            "another one, so texts with them are not what they say; check tokenizer.json",
+            file=sys.stderr,
+            flush=True,
+        )
     if count:
         print(
             f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, "
