@@ -2,6 +2,7 @@
 model of this project.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,7 +45,7 @@ from .checkpoint_files import CheckpointFiles, check_index
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
-from .model_sizes import check_model_directory, check_shape
+from .model_sizes import check_model_directory, check_shape, is_number
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
@@ -427,7 +428,7 @@ def load_tokenizer(
     `required`.
     """
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             model,
             trust_remote_code=trust_remote_code,
             **({} if revision is None else {"revision": revision}),
@@ -442,6 +443,13 @@ def load_tokenizer(
                 "the tokenizer's files there from where the model came from"
             ) from error
         raise
+    longest = tokenizer.model_max_length
+    if not is_number(longest, math.inf, least=0):
+        raise UserError(
+            f"target.model={model}: model_max_length={longest!r} of tokenizer_config.json is no "
+            "number of tokens; copy the file again"
+        )
+    return tokenizer
 
 
 def load_tiny(
