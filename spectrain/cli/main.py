@@ -295,7 +295,25 @@ def dry_run_command(config: Any) -> None:
     lazy_import("cli.dry_run.dry_run")(spec, settings["plan"])
 
 
+def check_launch() -> None:
+    """Raise a UserError where the variables of a launcher are not those of a launch."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        value = os.environ.get(name)
+        # -1 stands for no launch.
+        if value is not None and value != "-1" and not value.isdecimal():
+            raise UserError(
+                f"{name}={value}: this variable holds a number, which a launcher such as torchrun "
+                "sets; unset it"
+            )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: there is no MASTER_ADDR beside it; start the "
+            "processes with torchrun, or unset the variable"
+        )
+
+
 def train_command(config: Any) -> None:
+    check_launch()
     spec, _ = read_command_run(config)
     folder = lazy_import("runs.train.train_and_score")(spec)
     lazy_import("runs.server_scores.score_in_engine")(spec, folder)
@@ -309,6 +327,7 @@ def train_command(config: Any) -> None:
 
 
 def evaluate_command(config: Any) -> None:
+    check_launch()
     if "server" in config or config.serve:
         print_json(lazy_import("runs.server_scores.score_server")(config))
         return
