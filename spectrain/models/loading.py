@@ -277,11 +277,7 @@ def load_hf(
             "trust_remote_code": trust_remote_code,
             **({} if revision is None else {"revision": revision}),
         }
-        check_model_directory(path)
-        if path.is_dir() and reads_weights:
-            check_index(path)
-        config = AutoConfig.from_pretrained(model, **hub)
-        check_shape(config.get_text_config(), path / "config.json")
+        config = load_config(model, path, **hub)
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
         apply_chat_template(tokenizer, chat_template)
         weight_dtype = resolve_dtype(device, config, dtype)
@@ -367,11 +363,23 @@ def check_path(model: str, path: Path, needs_weights: bool) -> None:
                 f"target.model={model}: the directory holds no weights (*.safetensors); save the "
                 "model there first, or name the file where it is a .gguf"
             )
+        if needs_weights:
+            check_index(path)
     elif path.is_absolute() or model.startswith("."):
         raise UserError(
             f"target.model={model}: there is no such directory; give a model directory or a name "
             "on the hub"
         )
+
+
+def load_config(model: str, path: Path, **hub: Any) -> Any:
+    """Load the configuration of a model, whose directory is `path` where it has one; raise
+    UserError for what no model has.
+    """
+    check_model_directory(path)
+    config = AutoConfig.from_pretrained(model, **hub)
+    check_shape(config.get_text_config(), path / "config.json")
+    return config
 
 
 def _build_network(
