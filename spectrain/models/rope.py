@@ -79,6 +79,18 @@ FORMS = {
 """Value of `rope_type` -> its keys."""
 
 
+def _spell_plainly(key: str) -> str:
+    return key.lower().replace("_", "").replace("-", "")
+
+
+KEYS = {
+    "rope_type", "type", "rope_theta", ORIGINAL_LENGTH, PARTIAL,
+    *(key for form in FORMS.values() for key in (*form.required, *form.defaults)),
+}  # fmt: skip
+SPELLINGS = {_spell_plainly(key): key for key in KEYS}
+"""A key without its underscores -> the key, because no reader knows another spelling."""
+
+
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration's rotary embedding as one `rope_parameters`, whichever schema it has;
     raise RopeError.
@@ -126,6 +138,10 @@ def check_rope(config: Mapping[str, Any]) -> None:
     transformers only warns of such values. Forms that it alone knows are left to it.
     """
     given = _select_group(config)
+    for key in given:
+        meant = SPELLINGS.get(_spell_plainly(key))
+        if meant is not None and key not in KEYS:
+            raise RopeError(f"{key}: no reader has a key of this spelling; write {meant}")
     _check_agreement("rope_type", given.get("rope_type"), "type", given.get("type"))
     is_shared = not any(isinstance(value, Mapping) for value in given.values())
     # Of embeddings for each kind of layer, each has a base of its own.

@@ -283,6 +283,7 @@ WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "linear", "factor": -2}, "factor=-2 must be a number above 0"),
     ({"rope_theta": 0}, "rope_theta=0 must be a number above 0"),
     ({"rope_type": "yarn"}, "factor is missing"),
+    ({"ropetype": "yarn", "factor": 2.0}, "ropetype: no reader has a key of this spelling"),
     ({**LINEAR, "type": "yarn"}, "rope_type=linear and type=yarn contradict each other"),
 ]
 
