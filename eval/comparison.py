@@ -19,7 +19,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name
 from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import is_declared_lossless
-from spectrain.errors import UserError
+from spectrain.errors import UserError, describe_error
 from spectrain.eval.columns import (
     DRAFTER,
     RECOMMENDED,
@@ -30,6 +30,7 @@ from spectrain.eval.columns import (
     order_systems,
 )
 from spectrain.eval.noise import is_possible
+from spectrain.files import read_text, require_regular_file
 
 Entry = dict[str, Any]
 
@@ -52,6 +53,8 @@ SAME_DRAFTER = ("own", "auto", RECOMMENDED, "chain")  # systems that are the dra
 SETTING = ("prompts", "max_new_tokens", "batch_size", "dtype", "device", "threads", "rule")
 PROVENANCE = ("commit", "versions", "hardware", "date")
 TRAINED_SUFFIX = ", trained"  # at the end of the name of a target that was trained with its drafter
+# Keys of the setting that every score has.
+REQUIRED_SETTING = {"target", "dtype"}
 SPEED_COLUMNS = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds")
 
 
@@ -74,6 +77,11 @@ class ScoredRun:
                 f"{folder}: there is no score in it; make one with spectrain eval run=RUN"
             )
         summary = read_json_object(folder / "summary.json")
+        setting = summary.get("setting")
+        if not isinstance(setting, dict) or not setting.keys() >= REQUIRED_SETTING:
+            raise UserError(describe_damage(folder / "summary.json", "it names no setting"))
+        if not isinstance(summary.get("compared"), dict):
+            raise UserError(describe_damage(folder / "summary.json", "it names no systems"))
         if not (folder / "prompts.parquet").exists():
             raise UserError(
                 f"{folder}: its prompts.parquet is missing; score it again with spectrain eval "
@@ -135,19 +143,24 @@ class ScoredRun:
         """Return the first turn's tokens of every prompt; later turns hold the target's own
         answers.
         """
-        lines = map(json.loads, (self.folder / "samples.jsonl").read_text().splitlines())
-        return {line["id"]: line["prompt_tokens"] for line in lines if line["turn"] == 0}
+        path = self.folder / "samples.jsonl"
+        try:
+            lines = map(json.loads, read_text(path).splitlines())
+            return {line["id"]: line["prompt_tokens"] for line in lines if line["turn"] == 0}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(describe_damage(path, describe_error(error))) from error
 
     def columns(self, system: str) -> dict[str, NDArray[np.float64]]:
         """Return a system's sums over each prompt [P], in the order of ids."""
-        rows = [
-            row
-            for row in pq.read_table(self.folder / "prompts.parquet").to_pylist()
-            if row["system"] == system
-        ]
-        return {
-            key: np.array([row[key] for row in rows], dtype=np.float64) for key in SPEED_COLUMNS
-        }
+        path = self.folder / "prompts.parquet"
+        require_regular_file(path)
+        try:
+            rows = [row for row in pq.read_table(path).to_pylist() if row["system"] == system]
+            return {
+                key: np.array([row[key] for row in rows], dtype=np.float64) for key in SPEED_COLUMNS
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(describe_damage(path, describe_error(error))) from error
 
     def axes(self) -> dict[str, Entry]:
         """Return the newest sweep of every axis among the run's scores of this target in this
@@ -174,6 +187,11 @@ class ScoredRun:
         if that is another one.
         """
         return list_rows(self.summary)
+
+
+def describe_damage(path: Path, reason: str) -> str:
+    """Return the sentence for a file of a score that cannot be read."""
+    return f"{path}: it cannot be read ({reason}); score it again with spectrain eval"
 
 
 def list_rows(summary: Entry) -> dict[str, Entry]:

@@ -30,6 +30,7 @@ from spectrain.data.readers import DATA_FOLDER
 from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError, describe_json_error, first_line
 from spectrain.eval.tasks import Reference, reference_of
+from spectrain.files import require_regular_file
 from spectrain.models.target import Target
 
 # Name -> data set, subset, split.
@@ -298,6 +299,7 @@ def _find_humaneval() -> Path:
 
 def _file_rows(file: Path) -> Rows:
     """Read the rows of a file."""
+    require_regular_file(file)
     try:
         if file.suffix == ".parquet":
             import pyarrow.parquet

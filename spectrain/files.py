@@ -14,13 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, AnyStr, TextIO
 
 from safetensors import SafetensorError
 
 from .errors import RunError, UserError
 
 REPEAT_COMMAND = "give the same command again"
+COPY_AGAIN = "copy the file again"
+# Bytes of a text file that is read whole; the texts of a code base have far less.
+MAX_TEXT_BYTES = 200_000_000
+# Characters of a line; a row with images in it has some millions.
+MAX_LINE_LENGTH = 100_000_000
 # The mark of UTF-32 begins with that of UTF-16.
 FOREIGN_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -154,8 +159,10 @@ def open_text(path: Path, is_compressed: bool = False) -> TextIO:
     """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by
     gzip or not.
 
-    A UserError says what to do with a file in another encoding that a byte-order mark names.
+    A UserError says what to do with a file in another encoding that a byte-order mark names, and
+    with a pipe or a device, which may never end.
     """
+    require_regular_file(path)
     opened = gzip.open if is_compressed else open
     with opened(path, "rb") as file:
         check_encoding(file.read(4), path)
@@ -163,9 +170,39 @@ def open_text(path: Path, is_compressed: bool = False) -> TextIO:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that a user wrote, without a byte-order mark."""
+    """Return the text of a file that a user wrote, without a byte-order mark; raise a UserError for
+    a larger one than any text is.
+    """
+    if path.exists() and path.stat().st_size > MAX_TEXT_BYTES:
+        raise UserError(
+            f"{path}: it has more than {MAX_TEXT_BYTES // 1_000_000} MB, which no text needs; "
+            "divide it"
+        )
     with open_text(path) as file:
         return file.read()
+
+
+def iterate_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """Yield the lines of an open file; raise a UserError for one that is longer than any row is,
+    before it fills the memory.
+    """
+    number = 0
+    while line := file.readline(MAX_LINE_LENGTH):
+        number += 1
+        if len(line) == MAX_LINE_LENGTH:
+            raise UserError(
+                f"{path}, line {number}: it has {MAX_LINE_LENGTH} characters or more, which no row "
+                "needs; write one row a line"
+            )
+        yield line
+
+
+def require_regular_file(path: Path, remedy: str = COPY_AGAIN) -> None:
+    """Raise a UserError where a path is a folder, a pipe, a device or a socket, which may never
+    end.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: this is no file; {remedy}")
 
 
 def check_encoding(start: bytes, path: Path) -> None:

@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -34,7 +35,8 @@ def collect_provenance() -> dict[str, Any]:
     root = Path(__file__).resolve().parents[1]
     # Set where a checkout has no .git.
     commit = os.environ.get("SPECTRAIN_COMMIT")
-    if (root / ".git").exists():
+    # A checkout may lie in a container without git.
+    if (root / ".git").exists() and shutil.which("git"):
         revision = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "HEAD"],
             capture_output=True,

@@ -49,6 +49,9 @@ from .settings_file import split_settings_file
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"
+RUST_FAILURE = "PanicException"
+# What pathlib says of a path that begins with ~.
+NO_HOME = "Could not determine home directory."
 
 
 def main() -> None:
@@ -84,6 +87,7 @@ def print_failure(message: str, status: int) -> int:
 
 def dispatch_command(arguments: list[str]) -> None:
     """Run the command that the first words name with the other words, or show help."""
+    check_texts(arguments)
     set_choice_folders(named_folders(arguments))
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
@@ -128,6 +132,18 @@ def dispatch_command(arguments: list[str]) -> None:
         raise UserError(str(error)) from error
     with command_output(level, "--json" in flags, has_results="--quiet" in command.flags):
         run_named_command(name, words, of_file)
+
+
+def check_texts(arguments: list[str]) -> None:
+    """Raise a UserError for a word that is no text, as the name of a file may be."""
+    for word in arguments:
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{shorten_path(word)}: it is no UTF-8 text, so no file can hold it; rename the "
+                "file"
+            ) from error
 
 
 def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
@@ -224,6 +240,12 @@ def with_exit_codes(task: Task) -> Task:
             if message is None:
                 raise
             sys.exit(print_failure(message, 2))
+        except BaseException as error:
+            # What fails in Rust, as a tokenizer does with damaged files, is no Exception.
+            if type(error).__name__ != RUST_FAILURE:
+                raise
+            message = f"a library failed ({first_line(error)}); check the files of the tokenizer"
+            sys.exit(print_failure(message, 1))
 
     return run
 
@@ -252,11 +274,16 @@ def call_with_spec(path: str, *keys: str) -> Task:
 
 
 def plan_command(config: Any) -> None:
+    register_resolvers = lazy_import("config.build.register_resolvers")
     # Recipes depend on the planned device.
-    lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
-    spec, settings = read_command_run(config, "plan")
-    with result_output():
-        settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+    register_resolvers(str(config.plan.get("device", "auto")))
+    try:
+        spec, settings = read_command_run(config, "plan")
+        with result_output():
+            settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+    finally:
+        # Whatever this process composes next is for its own device.
+        register_resolvers()
 
 
 def print_settings(config: Any) -> None:
@@ -268,7 +295,25 @@ def dry_run_command(config: Any) -> None:
     lazy_import("cli.dry_run.dry_run")(spec, settings["plan"])
 
 
+def check_launch() -> None:
+    """Raise a UserError where the variables of a launcher are not those of a launch."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        value = os.environ.get(name)
+        # -1 stands for no launch.
+        if value is not None and value != "-1" and not value.isdecimal():
+            raise UserError(
+                f"{name}={value}: this variable holds a number, which a launcher such as torchrun "
+                "sets; unset it"
+            )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: there is no MASTER_ADDR beside it; start the "
+            "processes with torchrun, or unset the variable"
+        )
+
+
 def train_command(config: Any) -> None:
+    check_launch()
     spec, _ = read_command_run(config)
     folder = lazy_import("runs.train.train_and_score")(spec)
     lazy_import("runs.server_scores.score_in_engine")(spec, folder)
@@ -282,6 +327,7 @@ def train_command(config: Any) -> None:
 
 
 def evaluate_command(config: Any) -> None:
+    check_launch()
     if "server" in config or config.serve:
         print_json(lazy_import("runs.server_scores.score_server")(config))
         return
@@ -394,6 +440,8 @@ def explain_path_error(error: Exception) -> str | None:
     """Return one sentence for what the system says of a full disk or a path that cannot be used;
     None for any other error.
     """
+    if isinstance(error, RuntimeError) and str(error) == NO_HOME:
+        return "a path begins with ~, and there is no such home folder; write the whole path"
     if not isinstance(error, OSError) or error.errno not in (*PATH_ERRORS, *FULL_DISK_ERRORS):
         return None
     path = f"{shorten_path(error.filename)}: " if error.filename else ""

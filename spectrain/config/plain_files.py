@@ -13,11 +13,10 @@ from typing import Any
 import yaml
 
 from spectrain.errors import UserError
-from spectrain.files import read_text
+from spectrain.files import COPY_AGAIN, read_text, require_regular_file
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
-COPY_AGAIN = "copy the file again"
 
 
 def read_json(path: Path, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES) -> Any:
@@ -49,14 +48,6 @@ class _PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it refers to a value by an alias")
         return super().compose_node(parent, index)
-
-
-def require_regular_file(path: Path, remedy: str = COPY_AGAIN) -> None:
-    """Raise a UserError where a path is a folder, a pipe, a device or a socket, which may never
-    end.
-    """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: this is no file; {remedy}")
 
 
 def parse_file(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from spectrain.errors import UserError, describe_json_error, first_line
-from spectrain.files import check_encoding, open_text
+from spectrain.files import check_encoding, iterate_lines, open_text, require_regular_file
 
 from .shards import MANIFEST, ShardSet
 
@@ -83,6 +83,7 @@ def read_rows(
 
 def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
     """Yield the rows of one file; `on_error` takes the error of a line that is no JSON."""
+    require_regular_file(path, "give a file of rows")
     if path.suffix in TABLE_FORMATS:
         form = TABLE_FORMATS[path.suffix]
         if form in TEXT_FORMATS:
@@ -98,7 +99,7 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
     number = 0
     try:
         with open_text(path, is_compressed=path.suffix == ".gz") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iterate_lines(lines, path), 1):
                 if not line.strip():
                     continue
                 location = f"{path}, line {number}"
@@ -122,13 +123,14 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
 
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file of rows to read its bytes, unpacked where its name ends in .gz."""
+    require_regular_file(path)
     return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
 
 
 def count_lines(path: Path) -> int:
     """Count the lines of a file of rows that are not blank."""
     with open_bytes(path) as lines:
-        return sum(bool(line.strip()) for line in lines)
+        return sum(bool(line.strip()) for line in iterate_lines(lines, path))
 
 
 def find_line_of_no_text(path: Path) -> int:
@@ -136,7 +138,7 @@ def find_line_of_no_text(path: Path) -> int:
     ahead of the line that is read, so the error of reading does not tell.
     """
     with open_bytes(path) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iterate_lines(lines, path), 1):
             try:
                 line.decode()
             except UnicodeDecodeError:

@@ -12,7 +12,7 @@ from typing import Any
 
 from spectrain.config.values import Share
 from spectrain.errors import UserError
-from spectrain.files import read_text
+from spectrain.files import MAX_TEXT_BYTES, read_text
 
 from .files import LINE_SUFFIXES, TABLE_FORMATS, FileRow
 from .messages import Conversation, check_text
@@ -92,6 +92,9 @@ class TextReader(FileReader):
 
     def _read_folder(self, folder: Path) -> Iterator[Conversation]:
         for path in self._list_texts(folder):
+            if path.stat().st_size > MAX_TEXT_BYTES:
+                self.unread[f"file of more than {MAX_TEXT_BYTES // 1_000_000} MB"] += 1
+                continue
             try:
                 text = read_text(path)
             except (UnicodeDecodeError, UserError):

@@ -20,7 +20,12 @@ from spectrain.config.saved import (
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
-from spectrain.models.model_sizes import DRAFTER_SIZES, check_sizes, refuse_odd_files
+from spectrain.models.model_sizes import (
+    DRAFTER_SIZES,
+    check_embeddings,
+    check_sizes,
+    refuse_odd_files,
+)
 
 from .compressed_tensors import CONFIG_KEY, read_quantized
 from .config_types import check_types
@@ -137,6 +142,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     config = read_json_object(path)
     check_sizes(config, path, DRAFTER_SIZES)
+    check_embeddings(config, path)
     check_types(config, path)
     return config
 

@@ -23,9 +23,10 @@ from spectrain.models.bundled import (
     find_smollm2,
 )
 from spectrain.models.checked_tensors import open_tensors
-from spectrain.models.load_errors import explain_load_error
+from spectrain.models.checkpoint_files import list_weight_files
+from spectrain.models.load_errors import explain_load_error, explain_load_failure
 from spectrain.models.loading import resolve_device, resolve_dtype
-from spectrain.models.model_sizes import check_model_directory
+from spectrain.models.model_sizes import check_model_directory, check_shape
 from spectrain.models.published import MODELS, cache_directory, locate_model
 from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
@@ -193,11 +194,15 @@ class TargetFiles:
         if not is_on_hub:
             check_model_directory(self.directory)
         try:
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 self.reference if is_on_hub else self.directory,
                 trust_remote_code=False,
                 local_files_only=not self.may_download,
             )
+            check_shape(config.get_text_config(), self.directory / "config.json")
+            return config
+        except UserError:
+            raise
         except Exception as error:  # a foreign config.json may raise anything
             if is_on_hub and not self.may_download:
                 raise UserError(self._explain_absence()) from error
@@ -241,9 +246,10 @@ class TargetFiles:
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""
-        return make_meta_target(
-            self.full_config, self.tokenizer, self.reference, str(self.directory)
-        )
+        config = self.full_config
+        # Settings that are read may still build no model.
+        with explain_load_failure(self.reference, "target"):
+            return make_meta_target(config, self.tokenizer, self.reference, str(self.directory))
 
     @property
     def special_token_ids(self) -> dict[str, Any]:
@@ -271,7 +277,7 @@ class TargetFiles:
         return int(self.config.vocab_size)
 
     def _load_tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
-        for path in sorted(self.directory.glob("*.safetensors")):
+        for path in list_weight_files(self.directory):
             with open_tensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     if name.endswith(endings) and not name.startswith("vision"):

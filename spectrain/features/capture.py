@@ -142,12 +142,17 @@ def fill_store(source: Source, requests: list[BatchRequest], shows_progress: boo
 
 def verify_store(path: str | None, drop: bool) -> None:
     """Compare every shard with its size and SHA-256, and report those that are missing or
-    damaged.
+    damaged, or without an index; a store without shards is an error.
     """
     if path is None:
         raise UserError("path: name the feature store, as in path=DIR")
     store = FeatureStore(Path(path).expanduser(), repair=drop)
     store.verify_shards()
+    if not store.shards and not store.damaged_files:
+        raise RunError(
+            f"{store.path}: this store has no shards; run spectrain data store, or give the folder "
+            "of another store"
+        )
     print(
         f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, "
         f"{len(store.shard_names)} sequences, layers {format_layers(store.layers)} in "

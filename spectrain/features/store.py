@@ -266,7 +266,15 @@ class FeatureStore(FeatureCache):
                 )
 
     def verify_shards(self) -> None:
-        """Hash every shard, and drop those that differ from what was written."""
+        """Hash every shard, and drop those that differ from what was written, or whose index is
+        missing.
+        """
+        # The index of a shard is written behind it, under the same lock.
+        if not self._is_written():
+            self._read_new_indices()
+            for file in sorted(self.path.glob("features-*.safetensors")):
+                if f"{file.stem}.json" not in self.read_indices:
+                    self._drop_shard(file.name, f"its index {file.stem}.json is missing")
         for shard in list(self.shards.values()):
             file = self.path / f"{shard.name}.safetensors"
             if hash_file(file) != shard.sha256:

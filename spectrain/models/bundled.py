@@ -24,6 +24,7 @@ from spectrain.files import make_folder_once
 
 from .download import check_disk
 from .load_errors import explain_load_failure
+from .model_sizes import check_embeddings, check_shape, check_sizes
 from .pretrained import load_pretrained
 from .published import cache_directory
 
@@ -186,6 +187,10 @@ def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
     with lend_header(header):
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The keys of the file say how much is built.
+    check_sizes(config.to_dict(), gguf)
+    check_embeddings(config.to_dict(), gguf)
+    check_shape(config, gguf)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config._name_or_path = name
     config.save_pretrained(directory)

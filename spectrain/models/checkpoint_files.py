@@ -34,6 +34,49 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
+def list_weight_files(directory: Path) -> list[Path]:
+    """Return the files of a model's weights, in the order of their names: those of its index,
+    or model.safetensors, which loading takes, or where there is neither all safetensors.
+    """
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    indexed = {*read_index(index).values()} if index.exists() else set()
+    if single.exists():
+        return [single]
+    if indexed:
+        return [directory / name for name in sorted(indexed)]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def check_index(directory: Path) -> None:
+    """Raise UserError where a checkpoint's index and its files contradict each other, because then
+    each reader could take other values.
+
+    Tensors that the index leaves out are allowed; a file that is missing is left to who loads it.
+    """
+    index = directory / INDEX_FILE
+    if not index.exists() or (directory / SINGLE_FILE).exists():
+        return
+    weight_map = read_index(index)
+    holders: dict[str, str] = {}  # tensor name -> file name
+    for name in sorted({*weight_map.values()}):
+        if not (directory / name).exists():
+            return
+        with open_tensors(directory / name) as file:
+            for tensor in file.keys():  # noqa: SIM118  (not a dict)
+                if tensor in holders:
+                    raise UserError(
+                        f"{directory / name}: {holders[tensor]} holds {tensor} too; copy the files "
+                        "again"
+                    )
+                holders[tensor] = name
+    for tensor, name in weight_map.items():
+        if holders.get(tensor) != name:
+            raise UserError(
+                f"{index}: it says that {name} holds {tensor}, and it does not; copy the files "
+                "again"
+            )
+
+
 class CheckpointFiles:
     """Reads the safetensors files of a model by tensor name. With `repository`, `directory` is the
     snapshot of that hub repository, and a file that it lacks is downloaded when a tensor of it is
@@ -43,10 +86,11 @@ class CheckpointFiles:
         self.directory, self.repository = directory, repository
         index = directory / INDEX_FILE
         self.tensor_files: dict[str, str] = {}  # tensor name -> file name
-        if index.exists():
+        files = list_weight_files(directory)
+        if index.exists() and not (directory / SINGLE_FILE).exists():
             self.tensor_files = read_index(index)
         else:
-            for path in sorted(directory.glob("*.safetensors")):
+            for path in files:
                 with open_tensors(path) as file:
                     self.tensor_files |= dict.fromkeys(file.keys(), path.name)
 

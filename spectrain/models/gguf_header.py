@@ -208,6 +208,25 @@ def _lend_function(
         setattr(module, name, own)
 
 
+def check_tensors(tensors: list[StoredTensor], alignment: int) -> None:
+    """Raise `MalformedHeader` for tensors without a name or values, for two of one name, and where
+    the data of one does not begin where that of the one before it ends, as llama.cpp demands;
+    `start` is relative to the data.
+    """
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise MalformedHeader("two of its tensors have one name")
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        if not tensor.name or not tensor.shape or math.prod(tensor.shape) == 0:
+            raise MalformedHeader(f"the tensor {tensor.name!r} holds nothing")
+        if tensor.start != end:
+            raise MalformedHeader(
+                f"the tensor {tensor.name} begins at byte {tensor.start} of the data, and the one "
+                f"before it ends at {end}"
+            )
+        end = -(-(tensor.start + tensor.num_bytes) // alignment) * alignment
+
+
 class HeaderReader:
     """Reads a header from the beginning, and never past the end of the file."""
 
@@ -237,12 +256,15 @@ class HeaderReader:
         self.check_count(num_keys, KEY_BYTES, "keys")
         self.check_count(num_tensors, TENSOR_BYTES, "tensors")
         for _ in range(num_keys):
-            name = self.read_text("the name of a key", MAX_NAME_BYTES)
-            self.fields[str(name, "utf-8")] = entry = HeaderField()
+            name = str(self.read_text("the name of a key", MAX_NAME_BYTES), "utf-8")
+            if name in self.fields:
+                raise MalformedHeader(f"the key {name} is given twice")
+            self.fields[name] = entry = HeaderField()
             self.read_value(self.read_type(), MAX_NESTED_ARRAYS, entry)
         self.check_count(num_tensors, TENSOR_BYTES, "tensors")
         tensors = [self.read_tensor() for _ in range(num_tensors)]
         alignment = self.read_alignment()
+        check_tensors(tensors, alignment)
         data_start = -(-self.position // alignment) * alignment
         end = max([tensor.start + tensor.num_bytes for tensor in tensors], default=0)
         num_left = max(0, len(self.content) - data_start)
@@ -348,5 +370,10 @@ class HeaderReader:
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
         except (ValueError, KeyError) as error:
             raise MalformedHeader(f"a tensor has the type {number}, which there is not") from error
+        if shape and shape[-1] % block_size:
+            raise MalformedHeader(
+                f"the tensor {name} has rows of {shape[-1]} values, and its type has blocks of "
+                f"{block_size}"
+            )
         num_bytes = math.prod(shape) // block_size * block_bytes
         return StoredTensor(name, shape, tensor_type, offset, num_bytes)

@@ -2,6 +2,7 @@
 model of this project.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -40,11 +41,11 @@ from .bundled import (
     load_tiny_tokenizer,
 )
 from .check import check_exact, check_vision
-from .checkpoint_files import CheckpointFiles
+from .checkpoint_files import CheckpointFiles, check_index
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
-from .model_sizes import check_model_directory
+from .model_sizes import check_model_directory, check_shape, is_number
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
@@ -276,8 +277,7 @@ def load_hf(
             "trust_remote_code": trust_remote_code,
             **({} if revision is None else {"revision": revision}),
         }
-        check_model_directory(path)
-        config = AutoConfig.from_pretrained(model, **hub)
+        config = load_config(model, path, **hub)
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
         apply_chat_template(tokenizer, chat_template)
         weight_dtype = resolve_dtype(device, config, dtype)
@@ -317,10 +317,18 @@ def load_hf(
 
 def warn_of_tokens_beyond(target: Target) -> None:
     """Warn of tokens of the tokenizer without a row in the embedding, because texts that hold one
-    are refused, and of such stop tokens.
+    are refused, of such stop tokens, and of tokens that share an id.
     """
     rows = target.head.num_embeddings
-    count = sum(token >= rows for token in target.tokenizer.get_vocab().values())
+    ids = [*target.tokenizer.get_vocab().values()]
+    count = sum(token >= rows for token in ids)
+    if num_shared := len(ids) - len({*ids}):
+        print(
+            f"spectrain: target {target.name}: {num_shared} tokens of its tokenizer have the id of "
+            "another one, so texts with them are not what they say; check tokenizer.json",
+            file=sys.stderr,
+            flush=True,
+        )
     if count:
         print(
             f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, "
@@ -328,7 +336,7 @@ def warn_of_tokens_beyond(target: Target) -> None:
             file=sys.stderr,
             flush=True,
         )
-    beyond = sorted(token for token in target.stop_ids if token >= rows)
+    beyond = sorted(token for token in target.stop_ids if not 0 <= token < rows)
     if beyond:
         print(
             f"spectrain: target {target.name}: its stop token {beyond[0]} has no embedding, which "
@@ -355,11 +363,23 @@ def check_path(model: str, path: Path, needs_weights: bool) -> None:
                 f"target.model={model}: the directory holds no weights (*.safetensors); save the "
                 "model there first, or name the file where it is a .gguf"
             )
+        if needs_weights:
+            check_index(path)
     elif path.is_absolute() or model.startswith("."):
         raise UserError(
             f"target.model={model}: there is no such directory; give a model directory or a name "
             "on the hub"
         )
+
+
+def load_config(model: str, path: Path, **hub: Any) -> Any:
+    """Load the configuration of a model, whose directory is `path` where it has one; raise
+    UserError for what no model has.
+    """
+    check_model_directory(path)
+    config = AutoConfig.from_pretrained(model, **hub)
+    check_shape(config.get_text_config(), path / "config.json")
+    return config
 
 
 def _build_network(
@@ -416,7 +436,7 @@ def load_tokenizer(
     `required`.
     """
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             model,
             trust_remote_code=trust_remote_code,
             **({} if revision is None else {"revision": revision}),
@@ -431,6 +451,13 @@ def load_tokenizer(
                 "the tokenizer's files there from where the model came from"
             ) from error
         raise
+    longest = tokenizer.model_max_length
+    if not is_number(longest, math.inf, least=0):
+        raise UserError(
+            f"target.model={model}: model_max_length={longest!r} of tokenizer_config.json is no "
+            "number of tokens; copy the file again"
+        )
+    return tokenizer
 
 
 def load_tiny(

@@ -10,17 +10,28 @@ from typing import Any
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 
+from .rope import RopeError, check_rope
+
 # Key -> its largest value. The largest published models have 126 layers, a width of 18,432 and
 # 262,400 tokens.
 MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "block_size"), 4096),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
-        "num_local_experts"), 1 << 16),
+        "num_local_experts", "n_head"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 17),
     **dict.fromkeys(("medusa_num_layers", "num_nextn_predict_layers", "mtp_num_layers"), 256),
-    "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24,
+    "medusa_num_heads": 64, "intermediate_size": 1 << 24,
     "vocab_size": 10_000_000,
     "n_routed_experts": 1 << 16, "num_heads": 1 << 16, "max_position_embeddings": 1 << 30,
 }  # fmt: skip
+# Sizes of which a model has one at least; of the others, as of experts, some have none.
+LEAST_ONE = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers",
+    "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings")  # fmt: skip
+# Keys whose values are texts, which transformers uses as they are.
+TEXTS = ("dtype", "torch_dtype", "model_type", "hidden_act")
+# Parts of a configuration with the layers of a language model.
+TEXT_PARTS = ("text_config", "transformer_layer_config")
 # A drafter of more layers than any target would take seconds to build, even without data.
 DRAFTER_SIZES = {
     **MAX_SIZES,
@@ -43,7 +54,9 @@ def check_model_directory(directory: Path) -> None:
     refuse_odd_files(directory)
     path = directory / "config.json"
     if path.exists():
-        check_sizes(read_json_object(path), path)
+        config = read_json_object(path)
+        check_sizes(config, path)
+        check_embeddings(config, path)
 
 
 def refuse_odd_files(directory: Path) -> None:
@@ -68,25 +81,61 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
     """
     for key, value in iterate_settings(config):
         remedy = None
+        if key in TEXTS and not isinstance(value, str | None):
+            remedy = "use a text"
         if key in limits:
-            remedy = find_wrong_size(value, limits[key])
+            remedy = find_wrong_size(value, limits[key], least=1 if key in LEAST_ONE else 0)
         elif key in NORM_EPSILONS and value is not None and not is_number(value, MAX_EPSILON):
             remedy = f"use a number above 0 that is {MAX_EPSILON} or less"
         if remedy is not None:
             raise UserError(f"{path}: {key}={str(value)[:100]}: {remedy}; copy the file again")
 
 
-def find_wrong_size(value: Any, limit: int) -> str | None:
+def check_embeddings(config: dict[str, Any], path: Path) -> None:
+    """Raise a UserError for a rotary embedding of a configuration, or of its language model's
+    part, that no model has."""
+    for key in (None, *TEXT_PARTS):
+        group = config if key is None else config.get(key)
+        if isinstance(group, dict):
+            try:
+                check_rope(group)
+            except RopeError as error:
+                raise UserError(f"{path}: {error}") from error
+
+
+def find_wrong_size(value: Any, limit: int, least: int = 0) -> str | None:
     """Return what to write in place of a size; None for a size that a model may have, or for
-    null.
+    null. In a list, a layer may have none of what it counts.
     """
-    sizes = value if isinstance(value, list) else [value]
-    for size in sizes:
-        if size is None or (is_number(size, limit, least=0) and int(size) == size):
-            continue
-        is_large = isinstance(size, (int, float)) and size > limit
-        return f"use {limit} or less" if is_large else f"use a whole number from 0 to {limit}"
-    return None
+    if isinstance(value, list):
+        return next(filter(None, (find_wrong_size(size, limit) for size in value)), None)
+    if value is None or (is_number(value, limit, least) and int(value) == value):
+        return None
+    is_large = isinstance(value, (int, float)) and value > limit
+    return f"use {limit} or less" if is_large else f"use a whole number from {least} to {limit}"
+
+
+def check_shape(config: Any, path: Path) -> None:
+    """Raise a UserError where the sizes of a loaded text configuration contradict each other.
+
+    What a config.json leaves out is the default of its class. Sizes in lists are not compared.
+    """
+    width, heads, pairs, head_dim = (
+        getattr(config, key, None)
+        for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if not isinstance(heads, int) or heads < 1:
+        return
+    if isinstance(width, int) and not head_dim and width < heads:
+        raise UserError(
+            f"{path}: hidden_size={width} is less than num_attention_heads={heads}; copy the file "
+            "again"
+        )
+    if isinstance(pairs, int) and pairs and heads % pairs:
+        raise UserError(
+            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={pairs}; "
+            "copy the file again"
+        )
 
 
 def is_number(value: Any, limit: float, least: float = math.ulp(0.0)) -> bool:

@@ -28,7 +28,7 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError, first_line
 
 from .checked_tensors import open_tensors
-from .checkpoint_files import INDEX_FILE, SINGLE_FILE, read_index
+from .checkpoint_files import INDEX_FILE, SINGLE_FILE, list_weight_files
 
 REPORT_ROW = re.compile(
     r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)",
@@ -192,9 +192,9 @@ def list_dense_files(model: Any, revision: str | None) -> list[Path]:
     parts = (config, config.get("text_config"))
     if any(isinstance(part, dict) and not part.keys().isdisjoint(QUANTIZED) for part in parts):
         return []
-    index = folder / INDEX_FILE
-    names = {*read_index(index).values()} if index.exists() else {SINGLE_FILE}
-    return [folder / name for name in sorted(names) if (folder / name).is_file()]
+    if not any((folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE)):
+        return []
+    return [path for path in list_weight_files(folder) if path.is_file()]
 
 
 def group_by_layer(weights: Collection[str]) -> dict[tuple[str, int], set[str]]:

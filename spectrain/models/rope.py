@@ -79,6 +79,18 @@ FORMS = {
 """Value of `rope_type` -> its keys."""
 
 
+def _spell_plainly(key: str) -> str:
+    return key.lower().replace("_", "").replace("-", "")
+
+
+KEYS = {
+    "rope_type", "type", "rope_theta", ORIGINAL_LENGTH, PARTIAL,
+    *(key for form in FORMS.values() for key in (*form.required, *form.defaults)),
+}  # fmt: skip
+SPELLINGS = {_spell_plainly(key): key for key in KEYS}
+"""A key without its underscores -> the key, because no reader knows another spelling."""
+
+
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration's rotary embedding as one `rope_parameters`, whichever schema it has;
     raise RopeError.
@@ -87,8 +99,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     embeddings are equal. A partial factor is kept.
     """
     given = _select_group(config)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "default" if kind == "mrope" else kind
+    kind = _form_name(given)
     if not isinstance(kind, str) or kind not in FORMS:
         raise RopeError(
             f"rope_type={kind}: there is no such rotary embedding; "
@@ -115,7 +126,54 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     partial = given.get(PARTIAL, config.get(PARTIAL))
     if partial is not None and partial != 1:
         rope[PARTIAL] = _check_number(kind, PARTIAL, partial)
+        if partial > 1:
+            raise RopeError(f"rope_type={kind}: {PARTIAL}={partial} must be 1 or less")
     return _drop_unused(rope)
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raise RopeError where the rotary embedding of a config.json has a value that no model has,
+    or where two of its keys contradict each other, of which every reader would take another one.
+
+    transformers only warns of such values. Forms that it alone knows are left to it.
+    """
+    given = _select_group(config)
+    for key in given:
+        meant = SPELLINGS.get(_spell_plainly(key))
+        if meant is not None and key not in KEYS:
+            raise RopeError(f"{key}: no reader has a key of this spelling; write {meant}")
+    _check_agreement("rope_type", given.get("rope_type"), "type", given.get("type"))
+    is_shared = not any(isinstance(value, Mapping) for value in given.values())
+    # Of embeddings for each kind of layer, each has a base of its own.
+    if is_shared and config.get("rope_parameters"):
+        _check_agreement(
+            "rope_theta", config.get("rope_theta"),
+            "rope_parameters.rope_theta", given.get("rope_theta"),
+        )  # fmt: skip
+    kind = _form_name(given)
+    if isinstance(kind, str) and kind not in FORMS:
+        return
+    rope = read_rope(config)
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        old = read_rope({key: config[key] for key in config if key != "rope_parameters"})
+        if old != rope:
+            raise RopeError(
+                "rope_scaling and rope_parameters contradict each other; leave one of them out"
+            )
+
+
+def _check_agreement(first: str, value: Any, second: str, other: Any) -> None:
+    """Raise RopeError where two keys of one meaning have different values; null says nothing."""
+    if None not in (value, other) and value != other and "mrope" not in (value, other):
+        raise RopeError(
+            f"{first}={value} and {second}={other} contradict each other; leave one of them out"
+        )
+
+
+def _form_name(given: Mapping[str, Any]) -> Any:
+    """Return the name of the form of a group, in either schema."""
+    kind = given.get("rope_type") or given.get("type") or "default"
+    return "default" if kind == "mrope" else kind
 
 
 def _select_group(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +249,9 @@ def _drop_unused(rope: dict[str, Any]) -> dict[str, Any]:
         )
     if rope["rope_type"] != "yarn":
         return rope
+    fast, slow = (rope.get(key, FORMS["yarn"].defaults[key]) for key in ("beta_fast", "beta_slow"))
+    if fast <= slow:
+        raise RopeError(f"rope_type=yarn: beta_fast={fast} must be above beta_slow={slow}")
     has_scales = "mscale" in rope and "mscale_all_dim" in rope and "attention_factor" not in rope
     return {
         key: value

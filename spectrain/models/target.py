@@ -105,10 +105,16 @@ class Target(ModelParts):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer."""
+        """Return the tokens that end an answer; raise UserError for a value that is no token."""
         sources = self.tokenizer, self.config, getattr(self.model, "generation_config", None)
         entries = [getattr(source, "eos_token_id", None) for source in sources]
         ids = [i for entry in entries for i in (entry if isinstance(entry, list) else [entry])]
+        for token in ids:
+            if token is not None and type(token) is not int:
+                raise UserError(
+                    f"target {self.name}: eos_token_id={token!r} is no token; write a whole number "
+                    "or a list of them in config.json and generation_config.json"
+                )
         return frozenset(i for i in ids if i is not None)
 
     def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:

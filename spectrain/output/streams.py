@@ -6,6 +6,7 @@ The command line imports this before anything heavy, so rich stays out of it.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -49,6 +50,10 @@ class CleanStream:
 def clean_output() -> Iterator[None]:
     """Clean what is printed by `print` and by libraries, until the end of the block."""
     streams = sys.stdout, sys.stderr
+    for stream in streams:
+        # Names of files may be no text, and a terminal may lack characters.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout = CleanStream(streams[0])
     sys.stderr = CleanStream(streams[1], keeps_bars=True)
     try:

@@ -411,3 +411,30 @@ def test_unresolvable_reference_is_named() -> None:
     config = OmegaConf.create({"run": "${nowhere}"})
     with pytest.raises(UserError, match=r"^run: .*nowhere"):
         check_config(config, ["run"])
+
+
+@pytest.mark.parametrize(
+    "variables, problem",
+    [
+        ({"RANK": "x"}, "RANK=x: this variable holds a number"),
+        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK=1.5: this variable holds a number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: there is no MASTER_ADDR beside it"),
+    ],
+)
+def test_variables_of_no_launch_are_named(
+    variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    cli.check_launch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=problem):
+        cli.check_launch()
+
+
+def test_paths_without_a_home_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """pathlib raises an error of no kind of its own."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.with_exit_codes(lambda config: print(Path("~nobody-at-all/x").expanduser()))(None)
+    assert stopped.value.code == 2 and "no such home folder" in capsys.readouterr().err

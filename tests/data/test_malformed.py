@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from spectrain import files
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader
@@ -193,6 +195,30 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
         UserError, match="token id 1000000.*tokenize the data with the target's own tokenizer"
     ):
         TokensReader(str(path)).make_dataset(make_template("base"))
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a pipe in a folder"])
+def test_what_may_never_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    """A pipe that nobody writes to would wait for ever, and a device never ends."""
+    path = tmp_path / "rows.jsonl"
+    if kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(path)
+    source = tmp_path if kind == "a pipe in a folder" else path
+    with pytest.raises(UserError, match=r"rows\.jsonl: this is no file"):
+        JsonlReader(str(source)).load_conversations()
+
+
+def test_a_line_longer_than_any_row_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file without a line's end would fill the memory."""
+    monkeypatch.setattr(files, "MAX_LINE_LENGTH", 1000)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [USER, HELLO]}) + "\n" + "x" * 1000)
+    with pytest.raises(UserError, match="line 2: it has 1000 characters or more"):
+        JsonlReader(str(path)).load_conversations()
 
 
 def test_a_training_on_malformed_data_writes_nothing(tmp_path: Path) -> None:

@@ -58,3 +58,27 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     runs = read_runs(make_runs(tmp_path, rule="match"), "heldout", "batch8")
     with pytest.raises(UserError, match="scored with rule match"):
         compare_targets(runs, tmp_path)
+
+
+DAMAGED = {
+    "summary.json": (
+        b"{}",
+        b'{"setting": {}}',
+        b'{"setting": {"target": "a", "dtype": "b"}}',
+        b"[]",
+    ),
+    "samples.jsonl": (b"{", b"[1]", b"{}", b"\xff"),
+    "prompts.parquet": (b"", b"PAR1", bytes(100)),
+}
+
+
+@pytest.mark.parametrize(
+    "name, content", [(name, content) for name in DAMAGED for content in DAMAGED[name]]
+)
+def test_a_damaged_score_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    folders = make_runs(tmp_path)
+    (folders[0] / "eval" / "heldout" / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"eagle3-small/eval/heldout/{name}: it [^\n]*again"):
+        runs = read_runs(folders, "heldout", "batch8")
+        compare_targets(runs, tmp_path)
+        runs[0].columns("drafter")

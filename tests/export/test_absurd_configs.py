@@ -48,7 +48,7 @@ EVERYWHERE: dict[str, tuple[Edit, str]] = {
     ),
     "10^9 wide": (
         set_value("x", "hidden_size", value=10**9),
-        "hidden_size=1000000000: use 1048576 or less",
+        "hidden_size=1000000000: use 131072 or less",
     ),
     "deep brackets": (
         lambda config: '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}",
@@ -63,23 +63,27 @@ EVERYWHERE: dict[str, tuple[Edit, str]] = {
     "an epsilon of zero": (set_value("x", "norm_eps", value=0), "norm_eps=0: use a number above 0"),
     "a fraction of a head": (
         set_value("x", "num_attention_heads", value=1.5),
-        "1.5: use a whole number from 0 to 65536",
+        "1.5: use a whole number from 1 to 65536",
     ),
     "a negative width": (
         set_value("hidden_size", value=-1),
-        "hidden_size=-1: use a whole number from 0 to 1048576",
+        "hidden_size=-1: use a whole number from 1 to 131072",
+    ),
+    "no width": (
+        set_value("hidden_size", value=0),
+        "hidden_size=0: use a whole number from 1 to 131072",
     ),
     "true layers": (
         set_value("num_hidden_layers", value=True),
-        "True: use a whole number from 0 to 256",
+        "True: use a whole number from 1 to 256",
     ),
     "NaN tokens": (
         set_value("vocab_size", value=float("nan")),
-        "vocab_size=nan: use a whole number from 0 to 10000000",
+        "vocab_size=nan: use a whole number from 1 to 10000000",
     ),
     "a size in a list": (
         set_value("x", value=[{"hidden_size": 10**9}]),
-        "hidden_size=1000000000: use 1048576 or less",
+        "hidden_size=1000000000: use 131072 or less",
     ),
     "a list as a flag": (
         set_value("attention_bias", value=[[1]]),
@@ -273,15 +277,41 @@ def test_pipes_and_huge_files_are_not_read(
         check_refused(folder, "MB, which no")
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+# transformers loads models with these and only warns of some.
+WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
+    ({"rope_type": "linear", "factor": -2}, "factor=-2 must be a number above 0"),
+    ({"rope_theta": 0}, "rope_theta=0 must be a number above 0"),
+    ({"rope_type": "yarn"}, "factor is missing"),
+    ({"ropetype": "yarn", "factor": 2.0}, "ropetype: no reader has a key of this spelling"),
+    ({**LINEAR, "type": "yarn"}, "rope_type=linear and type=yarn contradict each other"),
+]
+
+
 @pytest.mark.parametrize(
     "change, problem",
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000: use 4096 or less"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000: use 10000000 or less"),
+        ({"hidden_size": 0}, "hidden_size=0: use a whole number from 1 to 131072"),
+        ({"hidden_size": 10**6}, "hidden_size=1000000: use 131072 or less"),
+        ({"head_dim": -8}, "head_dim=-8: use a whole number from 1 to 65536"),
+        ({"hidden_size": 16}, r"The hidden size \(16\) is not a multiple of the number"),
+        ({"dtype": 3}, "dtype=3: use a text"),
+        ({"num_key_value_heads": 5}, "=32 is no multiple of num_key_value_heads=5"),
+        *(({"rope_parameters": rope}, problem) for rope, problem in WRONG_ROPE),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_theta=500000.0 and rope_parameters.rope_theta=10000.0 contradict each other",
+        ),
+        (
+            {"rope_parameters": LINEAR, "rope_scaling": {**LINEAR, "factor": 4.0}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
     ],
 )
 def test_targets_of_impossible_sizes_are_refused(
-    tmp_path: Path, change: dict[str, int], problem: str
+    tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **change}))
     (tmp_path / "model.safetensors").touch()

@@ -270,6 +270,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a number as text": ({"rope_type": "linear", "factor": "4"}, "factor='4' must be a number"),
     "a base below zero": ({"rope_type": "default", "rope_theta": -1}, "rope_theta=-1 must be"),
+    "a part larger than the whole": (
+        {"rope_type": "default", "partial_rotary_factor": 7},
+        "partial_rotary_factor=7 must be 1 or less",
+    ),
+    "ranges that cross": (
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32},
+        "beta_fast=1 must be above beta_slow=32",
+    ),
     "lists of two lengths": (
         {"rope_type": "longrope", **LISTS, "long_factor": [1.0]},
         "2 numbers and long_factor 1",

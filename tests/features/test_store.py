@@ -25,6 +25,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
 from spectrain.features.base import BatchRequest, FeaturesRead, Source
 from spectrain.features.batch import Batch, collate
+from spectrain.features.capture import verify_store
 from spectrain.features.live_source import LiveSource
 from spectrain.features.store import FeatureStore, compute_checksum
 from spectrain.features.store_contents import (
@@ -314,6 +315,22 @@ def test_verify_detects_damage_that_reading_misses(tmp_path: Path) -> None:
     )
     store.verify_shards()
     assert store.damaged_files == [file.name]
+
+
+def test_verify_names_a_shard_without_an_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its sequences cannot be read, so the store is not intact; nor is a store without shards."""
+    fill_store(tmp_path)
+    (index,) = tmp_path.glob("features-*.json")
+    index.unlink()
+    with pytest.raises(RunError, match=rf"1 files are missing or damaged \({index.stem}"):
+        verify_store(str(tmp_path), drop=False)
+    assert f"its index {index.name} is missing" in capsys.readouterr().out
+    with pytest.raises(RunError, match="they were deleted"):
+        verify_store(str(tmp_path), drop=True)
+    with pytest.raises(RunError, match="this store has no shards"):
+        verify_store(str(tmp_path), drop=False)
 
 
 def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def key(kind: int, value: bytes, name: bytes = b"k") -> bytes:
     return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
 
 
-def tensor(dimensions: list[int], kind: int = 0, offset: int = 0) -> bytes:
+def tensor(dimensions: list[int], kind: int = 0, offset: int = 0, name: bytes = b"t") -> bytes:
     sizes = b"".join(struct.pack("<Q", size) for size in dimensions)
     return (
-        struct.pack("<Q", 1)
-        + b"t"
+        struct.pack("<Q", len(name))
+        + name
         + struct.pack("<I", len(dimensions))
         + sizes
         + struct.pack("<IQ", kind, offset)
@@ -76,6 +76,20 @@ MALFORMED: dict[str, bytes] = {
     "an unknown type of tensor": header(1, 0, tensor([4], kind=9999) + bytes(64)),
     "too many dimensions": header(1, 0, tensor([1] * 9) + bytes(64)),
     "a tensor larger than the file": header(1, 0, tensor([HUGE]) + bytes(64)),
+    "a tensor without a name": header(1, 0, tensor([8], name=b"") + bytes(96)),
+    "a tensor without dimensions": header(1, 0, tensor([]) + bytes(96)),
+    "a tensor without values": header(1, 0, tensor([0]) + bytes(96)),
+    "rows that are no blocks": header(1, 0, tensor([33], kind=2) + bytes(96)),
+    "two tensors of one name": header(2, 0, tensor([8]) + tensor([8], offset=32) + bytes(128)),
+    "two tensors in one place": header(2, 0, tensor([8]) + tensor([8], name=b"u") + bytes(128)),
+    "tensors that overlap": header(
+        2, 0, tensor([16]) + tensor([8], offset=32, name=b"u") + bytes(128)
+    ),
+    "a gap between tensors": header(
+        2, 0, tensor([8]) + tensor([8], offset=64, name=b"u") + bytes(192)
+    ),
+    "data that is not aligned": header(1, 0, tensor([8], offset=4) + bytes(96)),
+    "a key given twice": header(0, 2, 2 * key(4, bytes(4))),
     "a tensor beyond the file": header(1, 0, tensor([1], offset=HUGE) + bytes(64)),
 }
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,15 @@ def test_the_header_is_read_once(
     os.utime(file, ns=(1, 1))
     gguf_header.read_gguf_header(file)
     assert len(reads) == 2
+
+
+def test_a_file_of_an_impossible_size_is_refused(gguf_file: Path, tmp_path: Path) -> None:
+    """A million layers, which nobody would wait for."""
+    key = b"llama.block_count"
+    content = bytearray(gguf_file.read_bytes())
+    # Behind the name stands the type of the value, in 4 bytes.
+    struct.pack_into("<I", content, content.index(key) + len(key) + 4, 10**6)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="num_hidden_layers=1000000: use 4096 or less"):
+        load_hf(str(path), device="cpu")

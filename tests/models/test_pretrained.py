@@ -218,15 +218,40 @@ def test_a_directory_without_a_tokenizer_is_refused(
         load_hf(str(folder), device="cpu")
 
 
+@pytest.mark.parametrize("token", [999_999, -1])
 def test_a_stop_token_beyond_the_embedding_is_named(
-    saved: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    token: int, saved: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = saved(tmp_path / "target", lambda weights: None)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 999_999}))
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": token}))
     (folder / "generation_config.json").unlink(missing_ok=True)
     load_hf(str(folder), device="cpu")
-    assert "its stop token 999999 has no embedding" in capfd.readouterr().err
+    assert f"its stop token {token} has no embedding" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["2", 2.5, [[2]], True, {}])
+def test_a_stop_token_that_is_no_number_is_refused(
+    token: Any, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+    with pytest.raises(UserError, match="eos_token_id=.* is no token; write a whole number"):
+        load_hf(str(folder), device="cpu")
+
+
+def test_tokens_that_share_an_id_are_named(
+    saved: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = [*vocabulary][:2]
+    vocabulary[second] = vocabulary[first]
+    path.write_text(json.dumps(content))
+    load_hf(str(folder), device="cpu")
+    assert "1 tokens of its tokenizer have the id of another one" in capfd.readouterr().err
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

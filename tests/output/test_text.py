@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -235,3 +236,14 @@ def test_commands_print_names_and_contents_of_files_as_they_are(tmp_path: Path) 
         assert not set(CONTROLS) & set(printed), words
         assert "Traceback" not in printed and status[0] in (0, 1, 2)
     assert escape_controls(text) in printed
+
+
+def test_names_that_are_no_text_are_printed_and_refused_as_words(tmp_path: Path) -> None:
+    """A file's name may hold any bytes; a terminal may lack characters."""
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
+    output = tmp_path / "output"
+    with output.open("w", encoding="ascii") as file, redirect_stdout(file), clean_output():
+        print(f"{path}: é")
+    assert output.read_text().endswith("/\\udcff.txt: \\xe9\n")
+    with pytest.raises(UserError, match="it is no UTF-8 text, so no file can hold it"):
+        command_line.dispatch_command(["runs", path])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from spectrain.cli import main as cli
@@ -143,3 +144,6 @@ def test_a_plan_begins_with_its_verdict(
     assert first.startswith(expected[fits])
     assert " of memory a device, " in first and " hours, " in first and " on disk" in first
     assert "spectrain serve" not in printed[0] and "spectrain serve" in printed[1]
+    # What this process composes next is for its own device.
+    here = "gpu" if torch.cuda.is_available() else "cpu"
+    assert OmegaConf.create({"value": "${cpu_gpu:cpu,gpu}"}).value == here

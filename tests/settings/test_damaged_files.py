@@ -13,7 +13,7 @@ from spectrain.data.datastore import Datastore, write_store
 from spectrain.data.shards import ShardSet
 from spectrain.errors import UserError
 from spectrain.models import bundled
-from spectrain.models.checkpoint_files import CheckpointFiles
+from spectrain.models.checkpoint_files import CheckpointFiles, check_index, list_weight_files
 from spectrain.runs.tracking import Wandb
 
 
@@ -131,6 +131,37 @@ def test_the_index_of_a_model(tmp_path: Path, damage: Callable[[Path], None]) ->
         path.write_text('{"weight_map": {"a": "../x"}}')
     with pytest.raises(UserError, match=r"index\.json: [^\n]*copy (the file|it) again"):
         CheckpointFiles(tmp_path)
+
+
+def test_an_index_that_contradicts_its_files(tmp_path: Path) -> None:
+    """A tensor in two files, or in another one than the index says, has no certain value."""
+    from safetensors.numpy import save_file
+
+    for name, tensors in (("1", ("a", "b")), ("2", ("b", "c"))):
+        save_file(dict.fromkeys(tensors, np.zeros(2)), tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": dict(zip("abc", [f"{n}.safetensors" for n in "112"]))})
+    )
+    with pytest.raises(UserError, match=r"2\.safetensors: 1\.safetensors holds b too"):
+        check_index(tmp_path)
+    save_file({"c": np.zeros(2)}, tmp_path / "2.safetensors")
+    check_index(tmp_path)
+    index.write_text(index.read_text().replace('"a": "1', '"a": "2'))
+    with pytest.raises(UserError, match=r"it says that 2\.safetensors holds a, and it does not"):
+        check_index(tmp_path)
+
+
+def test_only_the_files_of_a_model_are_its_weights(tmp_path: Path) -> None:
+    """Beside model.safetensors, which loading takes, other files are not read."""
+    from safetensors.numpy import save_file
+
+    for name in ("adapter", "model", "other"):
+        save_file({"a": np.zeros(2)}, tmp_path / f"{name}.safetensors")
+    assert list_weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert CheckpointFiles(tmp_path).tensor_files == {"a": "model.safetensors"}
+    (tmp_path / "model.safetensors").unlink()
+    assert [path.stem for path in list_weight_files(tmp_path)] == ["adapter", "other"]
 
 
 @pytest.mark.parametrize("damage", [empty, truncate, replace_by_pipe, replace_by_folder])

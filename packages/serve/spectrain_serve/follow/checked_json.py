@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from spectrain.config.plain_files import COPY_AGAIN, MAX_FILE_BYTES, read_json
+from spectrain.config.plain_files import MAX_FILE_BYTES, read_json
 from spectrain.errors import UserError
+from spectrain.files import COPY_AGAIN
 
 Content = TypeVar("Content")
 

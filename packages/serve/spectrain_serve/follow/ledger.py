@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.plain_files import require_regular_file
+from spectrain.files import require_regular_file
 
 from .clock import LATEST, read_date
 

@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from spectrain.config.plain_files import require_regular_file
 from spectrain.errors import UserError
-from spectrain.files import write_text
+from spectrain.files import require_regular_file, write_text
 
 from .traffic import RecordedConversation, parse_recorded
 

@@ -24,9 +24,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from spectrain.config.plain_files import require_regular_file
 from spectrain.errors import UserError
-from spectrain.files import lock_file, write_text
+from spectrain.files import lock_file, require_regular_file, write_text
 
 from .checked_json import read_json_as
 from .clock import LATEST, FollowClock, read_date

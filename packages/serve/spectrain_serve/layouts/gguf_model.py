@@ -34,6 +34,7 @@ from spectrain.export.layout import (
 from spectrain.export.targets import BUNDLED_TARGETS, TargetFiles
 from spectrain.files import make_folder_once
 from spectrain.models.checked_tensors import open_tensors
+from spectrain.models.checkpoint_files import list_weight_files
 from spectrain.models.published import cache_directory
 from spectrain.servers.commands import DrafterLaunch
 
@@ -176,7 +177,7 @@ def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> 
         assert target.gguf_file is not None
         return target.gguf_file
     chosen = requested or dtype
-    files = sorted(target.directory.glob("*.safetensors"))
+    files = list_weight_files(target.directory)
     state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(json.dumps([state, chosen]).encode()).hexdigest()[:16]
     folder = cache_directory() / f"target-gguf-{digest}"
@@ -187,7 +188,7 @@ def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> 
 def list_weights(directory: Path) -> dict[str, TensorSource]:
     """Return the weights of a directory in transformers format by name, to be loaded one by one."""
     sources = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in list_weight_files(directory):
         with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 part = file.get_slice(name)
