@@ -4,11 +4,14 @@ outputs. Nothing is rounded; a panel has the bits of the file in another order.
 Shapes: O output width, K input width, P panels (O / 16), B blocks of 32 inputs (K / 32), G groups
 of blocks that share a scale of 16 bits.
 
-A panel begins with the integers of its blocks. 16 outputs by two inputs are a vector of 32 words of
-16 bits, so a block is 16 vectors. Word w of line j of a block holds four bits of each of the
-vectors 4 j to 4 j + 3; further bits, and integers of eight bits, follow in lines of their own. Then
-come the scales of all groups, 16 numbers after each other: float16 scales, float16 minima, and in
-the types with groups of eight blocks the small integers by which these are multiplied.
+A panel is read from its first byte to its last, so that memory is fetched as fast as it can be: its
+groups lie after each other. A group begins with its scales, 16 numbers after each other: float16
+scales, float16 minima, and in the types with groups of eight blocks the small integers by which
+these are multiplied, and unused bytes up to a multiple of 64. Then come the integers of its blocks.
+16 outputs by two inputs are a vector of 32 words of 16 bits, so a block is 16 vectors. Word w of
+line j of four bits holds those of the vectors 4 j to 4 j + 3. A line of further bits precedes the
+two or four lines of four bits that it serves, and integers of eight bits have two lines for four
+vectors.
 
 The low byte of a word has bits of the vectors 4 j and 4 j + 1, and its high byte those of the
 vectors 4 j + 2 and 4 j + 3, whatever the type. So a mask takes 64 integers in bytes out of a line,
@@ -29,6 +32,7 @@ Type = gguf.GGMLQuantizationType
 COLUMNS = 16  # outputs of a panel
 BLOCK = 32  # inputs whose products are added as integers
 VECTORS = 16  # of a block: two inputs of every output each
+LINE = 64  # bytes
 GROUP_BLOCKS = 8  # of the types whose blocks have 256 values
 
 
@@ -56,15 +60,34 @@ class BlockFormat:
         return COLUMNS * BLOCK * (self.low_bits + self.high_bits) // 8
 
     @property
-    def group_bytes(self) -> int:
+    def lines_per_high(self) -> int:
+        """Lines of four bits whose integers have their further bits in one line before them."""
+        return 4 // self.high_bits
+
+    def find_low_line(self, index: int) -> int:
+        """Return which line of a block is the line `index` of four or eight bits."""
+        return index + index // self.lines_per_high + 1 if self.high_bits else index
+
+    def find_high_line(self, index: int) -> int:
+        """Return which line of a block is the line `index` of further bits."""
+        return index * (self.lines_per_high + 1)
+
+    @property
+    def scale_bytes(self) -> int:
         """Bytes of the scales of a group of 16 outputs."""
         numbers = 2 if self.has_minimum else 1
-        return COLUMNS * numbers * (2 + self.scale_parts)
+        size = COLUMNS * numbers * (2 + self.scale_parts)
+        # Integers begin at a line; of a single block, unused bytes would be a tenth.
+        return size if self.group_blocks == 1 else -(-size // LINE) * LINE
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group of 16 outputs: its scales and the integers of its blocks."""
+        return self.scale_bytes + self.group_blocks * self.block_bytes
 
     def panel_bytes(self, width: int) -> int:
         """Return the bytes of a panel over an input width, with its scales."""
-        blocks = width // BLOCK
-        return blocks * self.block_bytes + blocks // self.group_blocks * self.group_bytes
+        return width // (BLOCK * self.group_blocks) * self.group_bytes
 
 
 FORMATS: dict[Any, BlockFormat] = {
@@ -83,11 +106,12 @@ def unpack_panels(panels: Tensor, width: int, block_format: BlockFormat) -> Tens
     """
     count = len(panels)
     blocks = width // BLOCK
-    end = blocks * block_format.block_bytes
-    integers = panels[:, :end].contiguous().view(count, blocks, block_format.block_bytes)
-    values = _unpack_integers(integers, block_format) - block_format.offset
     groups = blocks // block_format.group_blocks
-    numbers = panels[:, end:].contiguous().view(count, groups, block_format.group_bytes)
+    content = panels.view(count, groups, block_format.group_bytes)
+    integers = content[..., block_format.scale_bytes :].contiguous()
+    integers = integers.view(count, blocks, block_format.block_bytes)
+    values = _unpack_integers(integers, block_format) - block_format.offset
+    numbers = content[..., : block_format.scale_bytes]
     # [P, outputs, G, parts, inputs of a part]
     values = values.view(count, COLUMNS, groups, max(1, block_format.scale_parts), -1)
     scales = _take_halves(numbers, 0)
@@ -111,12 +135,14 @@ def _unpack_integers(lines: Tensor, block_format: BlockFormat) -> Tensor:
         fields = lines.view(torch.int8).view(count, blocks, 8, COLUMNS, 2, 2).movedim(-1, 3)
         vectors = _restore_order(fields, 8)
     else:
-        low_words = 4 * COLUMNS * 2
-        fields = _split_fields(words[..., :low_words], 4)
-        vectors = fields.reshape(count, blocks, VECTORS, COLUMNS, 2)
         bits = block_format.high_bits
+        by_line = words.view(count, blocks, -1, 2 * COLUMNS)
+        low_lines = [block_format.find_low_line(index) for index in range(4)]
+        fields = _split_fields(by_line[:, :, low_lines], 4)
+        vectors = fields.reshape(count, blocks, VECTORS, COLUMNS, 2)
         if bits:
-            high = _split_fields(words[..., low_words:], bits)
+            high_lines = [block_format.find_high_line(index) for index in range(bits)]
+            high = _split_fields(by_line[:, :, high_lines], bits)
             vectors = vectors | (_restore_order(high, bits) << 4)
     return vectors.permute(0, 3, 1, 2, 4).reshape(count, COLUMNS, blocks * BLOCK).float()
 
@@ -138,7 +164,7 @@ def _as_words(content: Tensor) -> Tensor:
 
 
 def _split_fields(words: Tensor, bits: int) -> Tensor:
-    """Return the fields of words [P, B, n] of 16 bits, [P, B, lines, fields, outputs, 2]."""
+    """Return the fields [P, B, lines, fields, outputs, 2] of lines of 32 words of 16 bits."""
     lines = words.reshape(*words.shape[:2], -1, COLUMNS, 2)
     mask = (1 << bits) - 1
     return torch.stack([(lines >> shift) & mask for shift in range(0, 16, bits)], dim=3)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
 
-from .block_formats import BLOCK, COLUMNS, BlockFormat
+from .block_formats import BLOCK, COLUMNS, LINE, BlockFormat
 from .vectors import (
     WIDE,
     WORD,
@@ -34,7 +34,6 @@ Q5_0 = int(Type.Q5_0)
 Q8_0 = int(Type.Q8_0)
 Q4_K = int(Type.Q4_K)
 Q6_K = int(Type.Q6_K)
-LINE = 4 * COLUMNS
 LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)
 LOW_PAIRS = np.uint64(0x0303030303030303)
 LOW_BITS = np.uint64(0x0101010101010101)
@@ -132,12 +131,14 @@ def pack_six_bits(source: int, address: int, block_bytes: int) -> None:
         line = np.uint64(0)
         for eight in range(4):
             content = load_eight(low + 8 * eight) >> np.uint64(4 * (part // 2))
-            store_low(content & LOW_HALVES, start + LINE * eight)
+            # A line of two further bits precedes two lines of four bits.
+            pair = start + 3 * LINE * (eight // 2)
+            store_low(content & LOW_HALVES, pair + LINE * (1 + eight % 2))
             pairs = (load_eight(high + 8 * eight) >> np.uint64(2 * part)) & LOW_PAIRS
             joined = join_high(pairs, 2, eight % 2)
             line = joined if eight % 2 == 0 else line | joined
             if eight % 2 == 1:
-                store_four(start + LINE * (4 + eight // 2), line)
+                store_four(pair, line)
 
 
 @compile_inline
@@ -156,8 +157,8 @@ def pack_integers(kind: int, source: int, address: int, block_bytes: int) -> Non
     elif kind == Q8_0:
         pack_bytes(source + 2, address)
     elif kind == Q5_0:
-        pack_nibbles(source + 6, BLOCK // 2, address)
-        pack_single_bits(source + 2, address + 4 * LINE)
+        pack_single_bits(source + 2, address)
+        pack_nibbles(source + 6, BLOCK // 2, address + LINE)
     else:
         pack_nibbles(source + (4 if kind == Q4_1 else 2), BLOCK // 2, address)
 
@@ -191,31 +192,29 @@ def pack_rows(
     kind: int,
     group_blocks: int,
     block_bytes: int,
-    group_bytes: int,
+    scale_bytes: int,
     file_bytes: int,
     groups: int,
     rows: int,
     num_panels: int,
     panels: int,
 ) -> None:
-    """Store rows of a file, whose blocks have `file_bytes`, as panels, whose blocks and scales of a
-    group have so many bytes; both are given by their addresses.
+    """Store rows of a file, whose blocks have `file_bytes`, as panels, of whose groups scales and
+    every block have so many bytes; both are given by their addresses.
     """
-    scale_start = groups * group_blocks * block_bytes
-    panel_bytes = scale_start + groups * group_bytes
+    group_bytes = scale_bytes + group_blocks * block_bytes
     for number in range(num_panels):
-        panel = panels + number * panel_bytes
+        panel = panels + number * groups * group_bytes
         for out in range(COLUMNS):
             row = rows + (COLUMNS * number + out) * groups * file_bytes
             for group in range(groups):
                 source = row + group * file_bytes
-                address = panel + group * group_blocks * block_bytes + 4 * out
-                pack_integers(kind, source, address, block_bytes)
-                scales = panel + scale_start + group * group_bytes
+                scales = panel + group * group_bytes
+                pack_integers(kind, source, scales + scale_bytes + 4 * out, block_bytes)
                 pack_scales(
                     kind,
                     carray(to_bytes(source), (file_bytes,)),
-                    carray(to_bytes(scales), (group_bytes,)),
+                    carray(to_bytes(scales), (scale_bytes,)),
                     out,
                 )
 
@@ -228,7 +227,7 @@ def pack_panels(content: Tensor, block_format: BlockFormat, out: Tensor) -> None
         int(block_format.tensor_type),
         block_format.group_blocks,
         block_format.block_bytes,
-        block_format.group_bytes,
+        block_format.scale_bytes,
         file_bytes,
         content.shape[1] // file_bytes,
         content.data_ptr(),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 if available.has_block_kernels():
     from spectrain_cpu import block_rows, block_tiles, vectors
-    from spectrain_cpu.block_formats import BLOCK, FORMATS
+    from spectrain_cpu.block_formats import BLOCK, FORMATS, LINE
     from spectrain_cpu.block_products import BlockPanels, BlockProduct
     from spectrain_cpu.block_rows import RECORD_BYTES
 else:
@@ -94,6 +94,8 @@ def test_panels_hold_the_values_of_the_file(tensor_type: Type) -> None:
     assert panels.values(rows[:0]).shape == (0, 512)
     stored = content.nbytes
     assert stored <= panels.content.nbytes <= 1.03 * stored
+    # A vector that crosses lines is read twice.
+    assert panels.content.data_ptr() % LINE == 0
 
 
 @pytest.mark.parametrize("width", [256, 768])
@@ -251,7 +253,7 @@ def test_instructions_of_every_processor_have_the_same_bits(products: str) -> No
     @numba.njit
     def run(x: int, records: int, panel: int, out: int) -> None:
         round_rows(to_floats(x), 1, 64, RECORD_BYTES, records)
-        multiply(1, records, panel, 2, out, panel, 0)
+        multiply(1, records, panel, 2, out, 0)
 
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
     records = torch.empty(2 * RECORD_BYTES, dtype=torch.uint8)
