@@ -230,12 +230,12 @@ def test_the_tests_of_the_core_import_no_package() -> None:
 HOMONYMS = {
     "adaptive", "beam", "beams", "bounded", "cast", "chosen", "codes", "controllers", "default",
     "devices",
-    "diffusion", "entropy", "exits", "falcon", "generated", "graph", "guidance", "hydra",
-    "importance",
+    "diffusion", "entropy", "exits", "expected_length", "falcon", "generated", "graph",
+    "guidance", "hydra", "importance",
     "int4", "joint", "judge", "loose", "mixture", "near", "nearby", "on_policy", "online", "opt",
     "other_device",
     "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid",
-    "space",
+    "sinks", "space",
     "spectrain", "sweeps", "transport", "traversal", "union", "universal",
 }  # fmt: skip
 """Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model

@@ -99,6 +99,7 @@ RUNS: dict[str, list[str]] = {
 the target for long texts.
 """
 CHAIN = ["tree=chain", "tree.depth=4"]
+CHAIN_OF_3 = ["tree=chain", "tree.depth=3"]
 TREE = ["tree=eagle2", "tree.depth=4", "tree.budget=16"]
 FIXED = ["run=WORK/eagle3", *CHAIN, "eval.limit=64"]
 ONLINE = [*FIXED, "eval.online=true", "eval.online_every=4", "eval.online_lr=3e-4"]
@@ -206,6 +207,32 @@ GROUPS |= {
     "howl by length": list_lengths(
         ["target=hf", "target.model=LONG", "drafter=howl", "drafter.inner=WORK/owl"]
     ),
+}
+
+
+CLAIMS = (
+    "eagle3",
+    "dspark",
+    "jump",
+    "expected_length",
+    "dfly",
+    "two_stage_head",
+    "no_positions",
+    "sinks",
+    "dflash",
+    "dflare",
+)
+"""Recipes of 2026 whose authors claim more, behind those that they are compared with."""
+RUNS |= {
+    f"claims/{name}": [f"recipe={name}", "data.limit=320", "trainer.max_steps=100"]
+    for name in CLAIMS
+}
+# The windows of a text of tiny must be short to leave out anything.
+RUNS["claims/sinks"] += ["drafter.window=32"]
+FEW = ["eval.limit=12", "eval.max_new_tokens=32"]
+GROUPS |= {
+    "claims": {name: [f"run=WORK/claims/{name}", *CHAIN_OF_3, *FEW] for name in CLAIMS},
+    "claims, trees": {name: [f"run=WORK/claims/{name}", *TREE, *FEW] for name in CLAIMS},
 }
 
 

@@ -42,7 +42,7 @@ a minute or two, so rows do not rank the methods. Rows of `lab/benchmarks/measur
 measured earlier, some with eight prompts at once. The page is written by `python -m
 lab.pages.make_pages` from `systems.yaml` and `survey_names.yaml` in `lab/benchmarks/` and, in
 `lab/results/`, from `systems.json`, `ways-tiny.json`, `phrases.json`, `equal-data.json`,
-`vision-drafting.json` and `diffusion.json`; the commands that measured it:
+`claims.json`, `vision-drafting.json` and `diffusion.json`; the commands that measured it:
 
 ```sh
 python -m lab.benchmarks.systems
@@ -55,6 +55,7 @@ trains and scores drafters: hardware, schedules of servers, models of other kind
 that works in part says what is missing. The tables stand in the surveys' order and words; proofs
 and measurements are in the tables above."""
 OTHERS = """Names that the surveys do not have."""
+EQUAL_DATA = "[at equal data](results/families.md#{})"
 STATES = {
     "works": "works",
     "part": "works in part",
@@ -140,11 +141,12 @@ def is_installed(choice: str) -> bool:
 
 
 def describe_equal(name: str) -> str:
-    """Return tokens and speed of the row GROUP/NAME of lab/results/equal-data.json, relative to
-    the base of its group.
+    """Return tokens and speed of the row GROUP/NAME of lab/results/equal-data.json, or of
+    claims.json there, relative to the base of its group.
     """
     group, _, label = name.partition("/")
-    rows = load_results("equal-data.json")["groups"].get(group, [])
+    is_claim = group in ("claims", "claims, trees")
+    rows = load_results("claims.json" if is_claim else "equal-data.json")["groups"].get(group, [])
     row = next((row for row in rows if row["name"] == label), None)
     if row is None:
         return "not compared at equal data"
@@ -153,9 +155,15 @@ def describe_equal(name: str) -> str:
         for key in ("tokens_ratio", "speed_ratio")
     )
     base = rows[0]["name"]
+    if is_claim:
+        # The machine was too busy for speeds.
+        tree = "16 nodes" if group.endswith("trees") else "chain of 3"
+        section = "recipes-that-claim-more"
+        return f"{tree}: {tokens} of the tokens of `{base}` {EQUAL_DATA.format(section)}"
+    section = "drafters-beside-their-bases-after-the-same-tokens"
     return (
-        f"{label}: {tokens} of the tokens of `{base}`, {speed} of its speed [at equal "
-        "data](results/families.md#drafters-beside-their-bases-after-the-same-tokens)"
+        f"{label}: {tokens} of the tokens of `{base}`, {speed} of its speed "
+        f"{EQUAL_DATA.format(section)}"
     )
 
 

@@ -17,6 +17,7 @@ from .table import (
     SCORE_WITHOUT_ENGINE,
     TableRow,
     WeightlessExport,
+    add_families,
     insert_rows,
     list_packages,
 )
@@ -71,7 +72,9 @@ CORE_LAYOUTS = (
     TableRow("uno.UNO", "uno", "uno"),
     TableRow("native.NATIVE", "spectrain", " ".join(FAMILY_TITLES)),
 )
-LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
+LAYOUTS = insert_rows(
+    add_families(CORE_LAYOUTS), (row for package in list_packages() for row in package.rows)
+)
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one
 layout for each family.
 """

@@ -5,7 +5,7 @@ nothing is imported for a list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spectrain.config.installed import load_entry_points
 
@@ -78,6 +78,9 @@ class LayoutPackage:
     """
 
     rows: tuple[TableRow, ...] = ()
+    # Path of a row of the core's table -> further choices of `drafter` that its layout holds,
+    # separated by spaces: drafters that differ from the row's own in their training alone.
+    families: Mapping[str, str] = field(default_factory=dict)
     # Which programs read these layouts, and the titles of programs that read no other ones.
     support: tuple[EngineSupport, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +101,22 @@ class LayoutPackage:
 def list_packages() -> list[LayoutPackage]:
     """Return what installed packages add to exports."""
     return [*load_entry_points("export")]
+
+
+def add_families(table: tuple[TableRow, ...]) -> tuple[TableRow, ...]:
+    """Return the table with the families that installed packages add to its rows."""
+    added = [pair for package in list_packages() for pair in package.families.items()]
+    missing = {path for path, _ in added} - {row.path for row in table}
+    assert not missing, f"no row of the table has the path {sorted(missing)}"
+    return tuple(
+        replace(
+            row,
+            families=" ".join(
+                [row.families, *(families for path, families in added if path == row.path)]
+            ),
+        )
+        for row in table
+    )
 
 
 def insert_rows(table: tuple[TableRow, ...], rows: Iterable[TableRow]) -> tuple[TableRow, ...]:

@@ -1,14 +1,19 @@
 """The plan of one forward of the target. Shapes: B batch, N tokens or nodes, D width."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from .cache_types import AttentionOptions
 from .features import Layer
 from .kv_cache import TreeCache
 
+LayerAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+"""(queries, keys, values [B, H, N, ..] of a layer, its options) -> attention outputs [B, H, N,
+..].
+"""
 SublayerKind = Literal["attention", "mlp"]
 SUBLAYER_KINDS: tuple[SublayerKind, ...] = ("attention", "mlp")
 
@@ -91,6 +96,9 @@ class ForwardPlan:
     # Rows or documents as texts, where any has images.
     texts: Sequence[Sequence[int]] = ()
     span: LayerSpan = ALL_LAYERS
+    # Computes the attention of every layer, as in training a drafter that runs the target's layers
+    # over states of its own; called layer by layer. None: the target's own attention.
+    attends: LayerAttentionFn | None = None
 
     def __post_init__(self) -> None:
         dropped = self.span.dropped is not None

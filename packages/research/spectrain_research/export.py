@@ -57,6 +57,11 @@ EXPORT = LayoutPackage(
         ),
         TableRow(f"{RESEARCH}.gated_lora.layout.PEFT", "peft", "gated_lora", before="uno.UNO"),
     ),
+    # Only its loss differs from EAGLE-3's.
+    families={
+        "speculators.SPECULATORS_EAGLE3": "expected_length",
+        "flat.FLAT_EAGLE3": "expected_length",
+    },
     support=(
         EngineSupport(
             "vllm",
@@ -102,6 +107,13 @@ EXPORT = LayoutPackage(
         "domino": "Domino",
         "xpress": "XPress",
         "vispec": "ViSpec",
+        "jump": "jump drafting",
+        "dflare": "DFlare",
+        "dfly": "DFly",
+        "two_stage_head": "EAGLE-3 with a two-stage output layer",
+        "expected_length": "EAGLE-3 trained for the expected length",
+        "sinks": "EAGLE-3 with attention sinks",
+        "no_positions": "EAGLE-3 without positions",
     },
     serving_hints={
         "cascade": INNER_HINT,
@@ -116,6 +128,7 @@ EXPORT = LayoutPackage(
         "domino": f"{RESEARCH}.domino.layout.read_shape",
         "xpress": f"{RESEARCH}.xpress.layout.read_shape",
         "gated_lora": "spectrain.export.native.shape_of_adapter",
+        "expected_length": "spectrain.export.native.shape_of_eagle3",
     },
     foreign_parts={
         "prefix_gru": "a recurrent cell over the block, which Domino has",

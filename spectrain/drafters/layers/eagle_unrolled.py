@@ -223,9 +223,8 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
                 if rows is not None and (step or is_cut):
                     q = rows.take_heads(q) if is_cut else q
                     return rows.attend(q, keys, values, options)
-                return batch.piece.attend_unrolled(
-                    unrolled_attention, UnrolledRows(q, keys, values, batch.lengths, options)
-                )
+                unrolled = UnrolledRows(q, keys, values, batch.lengths, options)
+                return batch.piece.attend_unrolled(self.attend_steps, unrolled)
 
             outputs: Tensor = attention(x, rope, mix_values)
             return outputs
@@ -236,6 +235,17 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         return self.run_later_layers(
             rows.take(residual) + attend(0, self.self_attn, x), attend
         ), new_kv
+
+    def attend_steps(
+        self,
+        q: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        lengths: tuple[int, ...] | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Compute the attention of a draft step in training, as `unrolled_attention` does."""
+        return unrolled_attention(q, keys, values, lengths, options)
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """Compute the losses of the states of every step's supervised positions together. Step i

@@ -127,13 +127,15 @@ def count_fit(drafter: UnrolledEagle, num_tokens: float) -> FitOperations:
 
 @torch.no_grad()
 def measure_fit(
-    drafter: UnrolledEagle, clock: Callable[[], float] = time.perf_counter
+    drafter: nn.Module,
+    clock: Callable[[], float] = time.perf_counter,
+    count: Callable[[Any, float], FitOperations] = count_fit,
 ) -> FitSeconds:
-    """Estimate the seconds of `fit_eagle` for a drafter, from its number of operations and the
-    speed of small ones.
+    """Estimate the seconds of `fit_eagle`, or of another fit with a `count` of its own, for a
+    drafter, from its number of operations and the speed of small ones.
     """
-    operations = count_fit(drafter, SHARPNESS_ROWS)
-    device = drafter.fc.weight.device
+    operations = count(drafter, SHARPNESS_ROWS)
+    device = next(drafter.parameters()).device
     single, double = (
         OVERHEAD * _seconds_per_operation(dtype, device, clock)
         for dtype in (torch.float32, torch.float64)

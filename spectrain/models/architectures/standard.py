@@ -94,6 +94,7 @@ class Standard(Architecture):
             "lengths": call.plan.lengths,
             "ranges": self.attention_ranges,
             **({"layer_visibility": call.layer_visibility} if call.layer_visibility else {}),
+            **({} if call.plan.attends is None else {"attends": call.plan.attends}),
         }
 
     def forward_contexts(self, call: ForwardCall) -> Iterator[AbstractContextManager[Any]]:

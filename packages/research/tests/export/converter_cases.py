@@ -62,6 +62,26 @@ CASES: dict[str, Any] = {
             "hf",
             ("kangaroo", "spectrain eval"),
         ),
+        "jump drafting": (
+            lambda path, tiny: ours(path, tiny, "jump"),
+            "vllm",
+            ("jump", "spectrain eval"),
+        ),
+        "DFly": (
+            lambda path, tiny: ours(path, tiny, "dfly", **DFLASH, rank=8),
+            "sglang",
+            ("dfly", "spectrain eval"),
+        ),
+        "two stages": (
+            lambda path, tiny: ours(path, tiny, "two_stage_head"),
+            "vllm",
+            ("two_stage_head", "spectrain eval"),
+        ),
+        "sinks": (
+            lambda path, tiny: ours(path, tiny, "sinks"),
+            "vllm",
+            ("sinks", "spectrain eval"),
+        ),
         "gated LoRA for vLLM": (
             lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4),
             "vllm",
