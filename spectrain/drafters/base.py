@@ -137,6 +137,9 @@ class Drafter(nn.Module, ABC):
     # Whether its weights had a meaning before the training: they are fitted, copied from the target
     # as layers that follow each other, or those of a trained model.
     starts_trained: bool = False
+    # Whether its rollouts estimate the acceptance of every draft token (`Rollout.accept_probs`), if
+    # it has learned that; without, they may leave it out where no draft ends by it.
+    estimates_acceptance: bool = False
     # Names of its modules that a training step runs once for each draft step. Training that shards
     # weights gathers them once for the whole step.
     repeated_parts: tuple[str, ...] = ()
