@@ -100,6 +100,9 @@ def list_files(drafter: DrafterLaunch, schedules: Schedules) -> dict[str, Any]:
     if drafter.method != "DSPARK" or schedules.confidence is None:
         return {}
     name, content = schedules.confidence
+    if len(content["temperatures"]) != drafter.num_tokens:
+        # SGLang drafts a whole block and needs a temperature for each of its tokens.
+        return {}
     files: dict[str, Any] = {
         TEMPERATURES_FILE: {
             **{key: content[key] for key in ("temperatures", "ece_before", "ece_after")},

@@ -34,7 +34,7 @@ MIN_ROUNDS = 50
 SMALLEST = 1e-6
 
 
-class RecordedRollout(Rollout):
+class EstimatingRollout(Rollout):
     """Wraps a rollout of chains, and records the estimates of every draft token."""
 
     def __init__(self, inner: Rollout) -> None:
@@ -64,7 +64,7 @@ class EstimateRecorder(WrappedBuilder):
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         assert draft.rollout is not None, "a drafter with estimates drafts step by step"
-        recorded = RecordedRollout(draft.rollout)
+        recorded = EstimatingRollout(draft.rollout)
         self.rounds.append(recorded.estimates)
         return self.builder.grow(prefix, replace(draft, rollout=recorded))
 
