@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from spectrain.data.chat import list_unrendered, render_chat, tokenize_prompt
@@ -452,8 +453,19 @@ def _join_shared_context(row: dict[str, Any]) -> Any:
     ):
         # It is refused as a row without a question.
         return None
-    first, *others = [question["input"] for question in questions]
-    return [_join_texts(row["context"], first), *others]
+    context = row["context"]
+    if isinstance(context, list) and all(isinstance(number, int) for number in context):
+        # Of the task that asks for statistics of numbers, as its own harness writes them.
+        context = str(context)
+    first, *others = [_list_options(question) for question in questions]
+    return [_join_texts(context, first), *others]
+
+
+def _list_options(question: dict[str, Any]) -> str:
+    """Return a question, followed by its options as A, B, .. where it has some."""
+    options = question.get("options") or []
+    lines = [f"{letter}. {option}" for letter, option in zip(ascii_uppercase, options)]
+    return "\n".join([question["input"], *lines])
 
 
 def _make_unique(name: str, used: Counter[str]) -> str:

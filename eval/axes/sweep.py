@@ -23,7 +23,14 @@ from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import EngineChoice, PromptLoader
 from spectrain.errors import UserError
 from spectrain.eval import metrics
-from spectrain.eval.axes.points import Axis, AxisPoint, Batch, find_crossover, measure_point
+from spectrain.eval.axes.points import (
+    Axis,
+    AxisPoint,
+    Batch,
+    find_crossover,
+    measure_point,
+    measure_rounds,
+)
 from spectrain.eval.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
 from spectrain.eval.context import parse_length
 from spectrain.eval.extensions import EvalExtension, Results
@@ -200,8 +207,8 @@ class BatchSweep(AxisSweep):
 
 def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any]:
     """Return what a simulation of load needs: by size of a batch the seconds of a step and of a
-    drafted round, and the probabilities of a round to emit 1, 2, .. tokens; the seconds of a
-    prompt, and the tokens of answers, both of the smallest size.
+    drafted round, those of its drafting, and the probabilities of a round to emit 1, 2, .. tokens;
+    the seconds of a prompt, and the tokens of answers, both of the smallest size.
     """
     lengths = {}
     for size, (_, batches) in timed.items():
@@ -212,6 +219,9 @@ def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any
     return {
         "step_seconds": {size: point.step_seconds for size, (point, _) in timed.items()},
         "round_seconds": {size: point.round_seconds for size, (point, _) in timed.items()},
+        "draft_seconds": {
+            size: round(measure_rounds(batches).draft, 7) for size, (_, batches) in timed.items()
+        },
         "round_lengths": lengths,
         "prefill_seconds": float(np.mean(prefill)),
         "answer_tokens": [len(run.output) for run in smallest],

@@ -1,5 +1,8 @@
-"""The table of docs/serving.md: which programs, in which versions, read which format."""
+"""The tables of docs/serving.md: which programs, in which versions, read which format, and what a
+schedule of draft tokens gains under load.
+"""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,13 +11,38 @@ from spectrain.export.engine_support import PROGRAMS, READ_VERSIONS, describe_re
 from spectrain.export.layouts import FAMILY_TITLES, LAYOUTS, load_layout
 
 PAGE = ROOT / "docs" / "serving.md"
-MARKS = re.compile(r"(<!-- engines -->\n).*?(<!-- /engines -->)", re.DOTALL)
 
 
 def render_serving_page() -> dict[Path, str]:
-    """Return the page with its table written again."""
-    text = f"{engines_table()}\n\n{versions_sentence()}\n"
-    return {PAGE: MARKS.sub(lambda match: match[1] + text + match[2], PAGE.read_text())}
+    """Return the page with its tables written again."""
+    page = PAGE.read_text()
+    for name, text in (
+        ("engines", f"{engines_table()}\n\n{versions_sentence()}\n"),
+        ("schedules", f"{schedules_table()}\n"),
+    ):
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page = marks.sub(rf"\g<1>{text}\g<2>", page)
+    return {PAGE: page}
+
+
+def schedules_table() -> str:
+    """Return the time per token of a fixed number of draft tokens, and of none, over that of the
+    schedule, by load.
+    """
+    result = json.loads((ROOT / "lab" / "results" / "schedules.json").read_text())
+    rows = []
+    for name, row in result["rows"].items():
+        lengths = ", ".join(
+            f"{length} for {first if first == last else f'{first} to {last}'}"
+            for first, last, length in row["ranges"]
+        )
+        gains = [
+            f"{fixed:.2f} / {never:.2f}"
+            for fixed, never in zip(row["over_fixed"], row["over_never"], strict=True)
+        ]
+        rows.append([name.split(",")[0], lengths, *gains])
+    loads = [f"load {load:.0%}" for load in result["loads"]]
+    return format_table(["drafter", "draft tokens by texts", *loads], rows)
 
 
 def engines_table() -> str:

@@ -13,7 +13,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import RunError, UserError
 from spectrain.eval.quantization_loss import measure_quantization_loss
-from spectrain.export.card import describe_loss, render_card
+from spectrain.export.card import describe_loss, read_scores, render_card
 from spectrain.export.converter import (
     convert,
     read_drafter,
@@ -25,6 +25,7 @@ from spectrain.export.converter import (
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
 from spectrain.export.hub import push as upload
+from spectrain.export.launches import make_launches
 from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
 from spectrain.export.layouts import (
     TARGET_FORMATS,
@@ -37,6 +38,7 @@ from spectrain.export.layouts import (
 from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.quantization import WeightQuantization
+from spectrain.export.schedules import find_schedules, write_schedules
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.target import Target
@@ -144,14 +146,15 @@ def export_command(
         if drafter.trained_target is not None and not drafter.is_target:
             refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
+        name = push.name if push else str(folder)
+        write_schedules(
+            scratch,
+            make_launches(drafter, layout, files_of_target, name),
+            find_schedules(read_scores(Path(str(run)))),
+        )
         (scratch / "README.md").write_text(
             render_card(
-                drafter,
-                layout,
-                files_of_target,
-                push.name if push else str(folder),
-                Path(str(run)),
-                read_quantization(scratch),
+                drafter, layout, files_of_target, name, Path(str(run)), read_quantization(scratch)
             )
         )
     readers = describe_readers(layout)

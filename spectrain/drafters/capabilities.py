@@ -166,6 +166,9 @@ class Capabilities:
     # Single layers of the target compute something else at its tokens, so that they cannot be
     # compiled or split.
     adapts_layers: bool = False
+    # Its rollouts estimate the acceptance of every draft token (`Rollout.accept_probs`), if it has
+    # learned that; without, they may leave it out where no draft ends by it.
+    estimates_acceptance: bool = False
     # Names of its modules that a training step runs once for each draft step. Training that shards
     # weights gathers them once for the whole step.
     repeated_parts: tuple[str, ...] = ()

@@ -216,8 +216,11 @@ class _Markov(CarriedRollout):
         hidden = gather_by_depth(self.states, depth)
         embedded = drafter.markov.markov_w1(tokens)
         term, state = drafter.markov(hidden, embedded, state)
-        if drafter.cuts_drafts and drafter.confidence_head is not None:
+        if drafter.confidence_head is not None and (
+            drafter.cuts_drafts or drafter.capabilities.estimates_acceptance
+        ):
             confidence = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
             self.accept_probs = confidence.sigmoid()
-            self.stop_mask = self.accept_probs < drafter.confidence_threshold
+            if drafter.cuts_drafts:
+                self.stop_mask = self.accept_probs < drafter.confidence_threshold
         return drafter.corrected_log_q(gather_by_depth(self.products, depth), term), state

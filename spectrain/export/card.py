@@ -22,13 +22,9 @@ from .launches import engine_target, make_launches
 from .layout import DrafterCheckpoint, Layout
 from .layouts import FAMILY_TITLES
 from .native import PYTHON_TITLE
+from .schedules import Scores, describe_schedules, find_schedules, schedule_launches
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
-
-Scores = Mapping[str, dict[str, Any]]
-"""The summaries of a run's evaluations by name."""
-SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
-"""vLLM's setting for draft tokens by the number of requests."""
 
 
 def render_card(
@@ -84,7 +80,10 @@ def render_card(
         "",
     ]
     sections += gain_section([*launches], target, run, scores)
-    sections += schedule_section(launches, layout, target, scores)
+    schedules = find_schedules(scores)
+    if schedules is not None:
+        commands = format_commands(schedule_launches(launches, schedules), target, layout)
+        sections += describe_schedules(schedules, commands)
     sections += simulation_section(launches, layout, target, scores)
     return "\n".join([*head, *intro, "", *sections])
 
@@ -286,45 +285,6 @@ def simulation_section(
     if "sglang" in launches:
         lines[2] += " SGLang takes the mean number of tokens in a round; its command was not run."
     return [*lines, *format_commands(launches, target, layout)]
-
-
-def schedule_section(
-    launches: dict[str, EngineLaunch], layout: Layout, target: TargetFiles, scores: Scores
-) -> list[str]:
-    """Return vLLM's command with a number of draft tokens for every number of requests; [] where
-    no sweep over batch sizes measured a chain, or vLLM does not read the layout."""
-    schedule = read_schedule(scores)
-    launch = launches.get("vllm")
-    if schedule is None or launch is None or launch.drafter is None:
-        return []
-    name, content = schedule
-    options = {SCHEDULE_KEY: content["ranges"]}
-    scheduled = replace(
-        launch,
-        drafter=replace(launch.drafter, num_tokens=content["num_tokens"], options=options),
-    )
-    gains = content["gains"]
-    return [
-        "## Draft tokens by load",
-        "",
-        f"The evaluation {name} measured times of several numbers of texts at once. By these, vLLM "
-        "should draft so many tokens, as [first number of requests, last one, draft tokens]. "
-        f"Simulated at {len(gains)} rates of arrivals, always {content['num_tokens']} draft tokens "
-        f"take {min(gains):.2f} to {max(gains):.2f} times the time per token of this schedule. The "
-        "times are those of spectrain's own engine; measure again on the machine that serves.",
-        "",
-        *format_commands({"vllm": scheduled}, target, layout),
-    ]
-
-
-def read_schedule(scores: Scores) -> tuple[str, dict[str, Any]] | None:
-    """Return an evaluation's name and the schedule that its sweep over batch sizes gave, or
-    None."""
-    for name, summary in scores.items():
-        schedule = ((summary.get("axis") or {}).get("load") or {}).get("schedule")
-        if schedule and any(length for _, _, length in schedule["ranges"]):
-            return name, schedule
-    return None
 
 
 def gain_section(

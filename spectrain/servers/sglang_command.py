@@ -10,6 +10,10 @@ from .commands import DrafterLaunch, EngineCommand, EngineLaunch, round_rates, t
 
 # Methods that draft a block in one forward; SGLang's number counts the last committed token too.
 BLOCK_METHODS = ("DFLASH", "UNO")
+COSTS_OPTION = "--speculative-dspark-sps-table-path"
+"""Times of forwards by their tokens. SGLang reads them where it may verify fewer tokens of one text
+than of another.
+"""
 
 
 def serve_sglang(launch: EngineLaunch) -> EngineCommand:
@@ -21,6 +25,8 @@ def serve_sglang(launch: EngineLaunch) -> EngineCommand:
         **({} if launch.drafter is None else drafting_options(launch.drafter)),
     }
     variables = {} if not launch.acceptance_rates else simulation_variables(launch.acceptance_rates)
+    if COSTS_OPTION in options:
+        variables |= {"SGLANG_RAGGED_VERIFY_MODE": "compact"}
     return EngineCommand(["python", "-m", "sglang.launch_server", *to_options(options)], variables)
 
 
@@ -28,7 +34,8 @@ def drafting_options(drafter: DrafterLaunch) -> dict[str, Any]:
     path_option = "--uno-lora-path" if drafter.method == "UNO" else "--speculative-draft-model-path"
     options: dict[str, Any] = {"--speculative-algorithm": drafter.method, path_option: drafter.path}
     if drafter.method == "DSPARK":
-        return {**options, "--speculative-dspark-block-size": drafter.num_tokens}
+        options |= {"--speculative-dspark-block-size": drafter.num_tokens}
+        return {**options, **drafter.options}
     if drafter.method not in BLOCK_METHODS:
         options |= {"--speculative-num-steps": drafter.num_tokens, "--speculative-eagle-topk": 1}
     return {

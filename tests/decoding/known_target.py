@@ -225,6 +225,19 @@ class Case:
         """Compare texts with the exact distribution."""
         return test_fit(outputs, exact_joint(self.length, self.dtype, **self.settings))
 
+    def test_positions(self, outputs: Outputs) -> list[Fit]:
+        """Compare the tokens at each position with their exact distribution. These tests have few
+        outcomes, so they find smaller distances than the test of whole texts.
+        """
+        joint = exact_joint(self.length, self.dtype, **self.settings)
+        fits = []
+        for position in range(self.length):
+            chances = Counter[tuple[int, ...]]()
+            for path, chance in joint.items():
+                chances[path[position : position + 1]] += chance  # type: ignore[assignment]
+            fits.append(test_fit([text[position : position + 1] for text in outputs], chances))
+        return fits
+
 
 def static(children: Any) -> Callable[[int], TreeBuilder]:
     return lambda seed: Static(paths=PATHS, children=children, seed=seed)

@@ -11,8 +11,11 @@ from tests.installed import load_cases
 
 from .known_target import CASES, Case
 
+INSTALLED = load_cases(__name__)
 # Cases of installed packages, in which several parts work together.
-VARIANTS: list[Case] = load_cases(__name__).get("VARIANTS", [])
+VARIANTS: list[Case] = INSTALLED.get("VARIANTS", [])
+# Those of them that decode one text at once, and three.
+SMALL_BATCHES: list[Case] = INSTALLED.get("SMALL_BATCHES", [])
 # With fixed seeds a case always has the same p-value.
 LEVEL = 1e-4
 QUICK = {
@@ -23,6 +26,8 @@ QUICK = {
     "match, sampled tree": 2_000,
 }
 """Cases that every run of the tests decodes, and their numbers of texts."""
+MANY = ["chain, chain of 3", "recursive, sampled tree", "match, sampled tree"]
+"""Cases that decode 2,500 texts in less than a second."""
 POOLED = {"block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"}
 
 
@@ -40,6 +45,28 @@ def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
 def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None:
     fit = case.test(case.sample(10_000, seed))
     assert fit.p_value > LEVEL, fit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SMALL_BATCHES, ids=lambda case: case.name)
+def test_texts_of_small_batches_have_the_targets_distribution(case: Case) -> None:
+    """What a round drafts may depend on the number of texts, so that equal texts cannot be asked
+    for.
+    """
+    fit = case.test(case.sample(10_000, seed=1))
+    assert fit.p_value > LEVEL, fit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_a_distance_of_one_percent_is_visible(name: str) -> None:
+    """130,000 texts: a token whose distribution is 0.01 from the target's would be found
+    at every position with a chance of 99 %.
+    """
+    case = next(case for case in CASES if case.name == name)
+    fits = case.test_positions(case.sample(130_000, seed=3))
+    assert max(fit.visible for fit in fits) < 0.01
+    assert min(fit.p_value for fit in fits) > LEVEL, fits
 
 
 @pytest.mark.slow

@@ -115,6 +115,17 @@ def test_questions_share_a_context(tmp_path: Path) -> None:
     assert prompt.num_answers == 3 and prompt.reference is None
 
 
+def test_contexts_of_numbers_and_options_are_asked(tmp_path: Path) -> None:
+    """The published rows have lists of numbers as contexts of one task (scbench_mf), and options
+    beside the questions of another one (scbench_choice_eng)."""
+    numbers = {"id": 1, "context": [3, 14, 15], "multi_turns": [{"input": "Which is least?"}]}
+    options = [{"input": "Who?", "answer": "Ann", "options": ["Ann", "Ben", "Cem", "Dora"]}]
+    choices = {"id": 2, "context": "A book.", "multi_turns": options}
+    first, second = read_prompts(write_lines(tmp_path, numbers, choices)).prompts
+    assert first.turns == ["[3, 14, 15]\n\nWhich is least?"]
+    assert second.turns == ["A book.\n\nWho?\nA. Ann\nB. Ben\nC. Cem\nD. Dora"]
+
+
 @pytest.mark.parametrize(
     "row, name, words, text",
     [

@@ -2,6 +2,6 @@
 
 from typing import Any
 
-from packages.research.tests.decoding.known_variants import VARIANTS
+from packages.research.tests.decoding.known_variants import SMALL_BATCHES, VARIANTS
 
-CASES: dict[str, Any] = {"VARIANTS": VARIANTS}
+CASES: dict[str, Any] = {"VARIANTS": VARIANTS, "SMALL_BATCHES": SMALL_BATCHES}

@@ -1,7 +1,7 @@
 """Ways to decode beyond the eager loop with one drafter, for the test of the known distribution.
 
 `python -m packages.research.tests.decoding.known_variants` prints the tables of all cases, with
-texts and p-values.
+texts and p-values; `captured`, `auto`, `retrieved`, `cascades` and `small` print a part of them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import chain as concatenate
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 
 from packages.research.tests.decoding.union_of_tables import UnionOfTables
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Match, SamplingRule
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
@@ -28,6 +32,7 @@ from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.retrieval import Retrieval
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees import Auto, Eagle2, TreeBuilder
@@ -50,8 +55,10 @@ from tests.decoding.known_target import (
     Batch,
     Case,
     Outputs,
+    Q,
     Table,
     chain,
+    decode_eagerly,
     describe_uniformity,
     outputs_of,
     print_table,
@@ -95,6 +102,36 @@ class TableWithCopies(UnionDrafter):
         self.layers = ()
 
 
+@cache
+def open_known_store(target: Target) -> Datastore:
+    """Open a store whose texts are drawn by the drafter's table, so that its copies differ from
+    the target's texts as its drafts do.
+    """
+    generator = torch.Generator().manual_seed(7)
+    texts = []
+    for _ in range(40):
+        text = [0]
+        for _ in range(30):
+            text.append(int(torch.multinomial(Q[text[-1]], 1, generator=generator)))
+        texts.append(text)
+    with TemporaryDirectory() as folder:
+        facts = {"tokenizer": hash_vocabulary(target.tokenizer)}
+        write_store(Path(folder), texts, ["What?"], [], facts)
+        return Datastore(folder, target.tokenizer)
+
+
+def make_retrieval(target: Target) -> Drafter:
+    """Make the drafter that copies from the text and from the store."""
+    drafter = Retrieval(target)
+    drafter.copying.store = open_known_store(target)
+    return drafter
+
+
+def make_table_with_retrieval(target: Target) -> Drafter:
+    """Merge the table's tree with copies from the text and from the store."""
+    return DrafterWithCopies(Table(), CopySource(open_known_store(target)))
+
+
 class CascadeOfTables(Cascade):
     """A table for which another one guesses, and which hands over to it."""
 
@@ -121,6 +158,20 @@ def decode_captured(batch: Batch) -> Outputs:
     return outputs_of(
         runner.decode(batch.prompts, batch.length, batch.keys, ignore_eos=True), batch.length
     )
+
+
+def decode_captured_in_bursts(batch: Batch) -> Outputs:
+    """Decode rounds of fixed shapes with one runner, whose state serves a batch after another."""
+    runner = CapturedRunner(
+        batch.target, batch.rule, batch.drafter, batch.builder, rounds_per_read=1
+    )
+    outputs: list[tuple[int, ...]] = []
+    for keys in torch.tensor(batch.keys).split(500):
+        prompts = [batch.prompt] * len(keys)
+        outputs += outputs_of(
+            runner.decode(prompts, batch.length, keys.tolist(), ignore_eos=True), batch.length
+        )
+    return outputs
 
 
 def decode_in_two_parts(batch: Batch) -> Outputs:
@@ -251,6 +302,27 @@ COPIES = [
         batch_size=500,
     ),
 ]
+RETRIEVED = [
+    Case(
+        f"match, {label}",
+        Match,
+        builder,
+        make_drafter,
+        prompt=REPEATING,
+        decode=decode_selectively if builder is timed_auto else decode_eagerly,
+        batch_size=500,
+    )
+    for label, builder, make_drafter in (
+        ("copies from a store", lambda seed: Eagle2(3, 6, 2), make_retrieval),
+        ("copies from a store, auto", timed_auto, make_retrieval),
+        ("table and copies from a store", lambda seed: Eagle2(3, 6, 2), make_table_with_retrieval),
+        ("table and copies from a store, auto", timed_auto, make_table_with_retrieval),
+    )
+]
+AUTO = [
+    Case(f"match, auto, batches of {size}", Match, timed_auto, batch_size=size)
+    for size in (10, 500)
+]
 CASCADES = [
     Case(f"{name}; {label}", rule, builder, make_drafter, prompt=REPEATING, batch_size=500)
     for label, make_drafter in {
@@ -258,7 +330,7 @@ CASCADES = [
         "cascade that hands over": lambda target: CascadeOfTables(1, 1.0, Table(OTHER_Q.log())),
         "cascade with copies": lambda target: CascadeOfTables(None, 0.3, Ngram(target)),
     }.items()
-    for name, rule, builder in CORE
+    for name, rule, builder in (*CORE, RULES[-2])
 ]
 WINDOWS = [
     Case(
@@ -280,6 +352,21 @@ CAPTURED = [
     )
     if "sampled tree" not in name or rule is not Match
 ]
+CAPTURED += [
+    Case(
+        f"{name}; fixed shapes, {label}",
+        rule,
+        builder,
+        settings=settings,
+        length=6,
+        decode=decode_captured_in_bursts,
+    )
+    for label, settings in {
+        "six tokens": dict[str, float](),
+        "six tokens of two likely ones": {"temperature": 1.5, "top_k": 2},
+    }.items()
+    for name, rule, builder in (RULES[0], RULES[2], RULES[-1])
+]
 RESUMED = [
     Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts)
     for name, rule, builder in (*CORE, *RULES[-2:])
@@ -289,15 +376,36 @@ VARIANTS = [
     *LONG,
     *LEFT_OUT,
     *COPIES,
+    *RETRIEVED,
+    *AUTO,
     *CASCADES,
     *WINDOWS,
     *CAPTURED,
     *RESUMED,
 ]
+SMALL_BATCHES = [
+    replace(case, name=f"{case.name}, batches of {size}", batch_size=size)
+    for case in (
+        next(case for case in CASES if case.name == "block, chain of 3"),
+        next(case for case in CAPTURED if case.name == "recursive, sampled tree; fixed shapes"),
+        next(case for case in LEFT_OUT if case.decode is decode_selectively),
+        RETRIEVED[-1],
+    )
+    for size in (1, 3)
+]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    groups = {"base": CASES, "variants": VARIANTS}
-    chosen = list(concatenate.from_iterable(groups[name] for name in sys.argv[1:] or groups))
-    print(describe_uniformity(print_table(chosen, 10_000, (1, 2))))
+    groups = {
+        "base": CASES,
+        "variants": VARIANTS,
+        "captured": CAPTURED,
+        "auto": AUTO,
+        "retrieved": RETRIEVED,
+        "cascades": CASCADES,
+        "small": SMALL_BATCHES,
+    }
+    names = sys.argv[1:] or ["base", "variants"]
+    chosen = list(concatenate.from_iterable(groups[name] for name in names))
+    print(describe_uniformity(print_table(chosen, 10_000, (1, 2, 3))))

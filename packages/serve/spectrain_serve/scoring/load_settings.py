@@ -1,12 +1,17 @@
-"""The settings of `eval` that only the score of a running server reads."""
+"""The settings that this package adds to `eval`: those that only the score of a running server
+reads, and the calibration of a drafter's estimates.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from spectrain.config.values import Count
 from spectrain.errors import UserError
+from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.parts import EvalPart
 from spectrain.eval.selection import PromptedEvaluation
+
+from .confidence import ConfidenceCalibration
 
 
 @dataclass
@@ -24,8 +29,19 @@ class LoadSettings:
 
 
 @dataclass
-class LoadPart(EvalPart, LoadSettings):
-    """Refuses these settings where this engine is scored."""
+class ConfidenceSettings:
+    """Whether the drafter's estimates of acceptance are calibrated."""
+
+    part: ClassVar[str] = "statistics"
+
+    # Fit a temperature for each position to the drafter's own estimates of acceptance, and measure
+    # their calibration error before and after, for engines that choose lengths by them.
+    confidence: bool = False
+
+
+@dataclass
+class LoadPart(EvalPart, LoadSettings, ConfidenceSettings):
+    """Refuses the settings of a running server where this engine is scored, and calibrates."""
 
     def check(self, evaluation: PromptedEvaluation) -> None:
         for key, is_given in (
@@ -37,3 +53,6 @@ class LoadPart(EvalPart, LoadSettings):
                     f"eval.{key}: it is about a running server; add server=vllm server.url=.., or "
                     "leave it out"
                 )
+
+    def extensions(self, evaluation: PromptedEvaluation) -> list[EvalExtension]:
+        return [ConfidenceCalibration(evaluation.max_new_tokens)] if self.confidence else []

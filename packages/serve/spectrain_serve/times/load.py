@@ -38,6 +38,8 @@ class TimeTable:
     prefill_seconds: float
     # Tokens of answers, which requests draw from.
     answer_tokens: Sequence[int]
+    # Seconds of a drafted round that drafting takes; {} where they were not measured.
+    draft_seconds: dict[int, float] = field(default_factory=dict)
 
     @property
     def max_texts(self) -> int:

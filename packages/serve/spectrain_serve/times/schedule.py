@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from . import load
@@ -81,6 +81,28 @@ def list_ranges(lengths: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
+def list_costs(table: TimeTable, num_tokens: int) -> dict[str, Any] | None:
+    """Return the rounds per second of the target by the number of tokens in its forward, in the
+    form that SGLang's DSpark reads; None where the time of drafting was not measured.
+
+    A step of n texts has n tokens in its forward, a round with `num_tokens` draft tokens n times
+    one more. Drafting does not count. More tokens never take less time.
+    """
+    if not table.draft_seconds:
+        return None
+    seconds = {num_texts: table.step_seconds[num_texts] for num_texts in table.step_seconds}
+    for num_texts, round_seconds in table.round_seconds.items():
+        verified = num_texts * (1 + num_tokens)
+        seconds.setdefault(verified, round_seconds - table.draft_seconds[num_texts])
+    sizes = sorted(seconds)
+    slowest = [*accumulate((seconds[size] for size in sizes), max)]
+    return {
+        "sample_batch_tokens": sizes,
+        "sample_steps_per_sec": [round(1 / max(value, 1e-9), 3) for value in slowest],
+        "max_batch_tokens": sizes[-1],
+    }
+
+
 def simulate_schedule(
     table: TimeTable, num_tokens: int, bound_ms: float, num_requests: int = NUM_REQUESTS
 ) -> dict[str, Any]:
@@ -115,6 +137,7 @@ def simulate_schedule(
         ],
         "fixed": [asdict(point) for point in fixed],
         "scheduled": [asdict(point) for point in scheduled],
+        "costs": list_costs(table, num_tokens),
     }
 
 

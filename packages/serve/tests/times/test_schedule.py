@@ -1,6 +1,7 @@
 """Draft tokens by the number of texts: the choice, its ranges, and the card that shows them."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 
 from spectrain.cli.export import export_command
+from spectrain.export.schedules import list_steps
 from spectrain.models.target import Target
 from spectrain_serve.times.load import TimeTable
 from spectrain_serve.times.schedule import (
     cut_lengths,
     estimate_seconds,
+    list_costs,
     list_ranges,
     make_schedule,
     simulate_schedule,
@@ -27,6 +30,16 @@ TABLE = TimeTable(
     {1: [0.4, 0.3, 0.2, 0.1]},
     0.001,
     [41],
+)
+
+SUMMARY = json.dumps(
+    {
+        "setting": {},
+        "acceptance_length": {"pooled": 1.5, "ci95": None},
+        "speedup": {"ratio": 1.1, "ci95": None, "quotable": True, "reason": None},
+        "lossless": {"lossless": True, "checked": 0},
+        "tree": {"name": "chain", "depth": 3},
+    }
 )
 
 
@@ -87,12 +100,80 @@ def test_the_card_has_vllms_command(tiny: Target, tmp_path: Path) -> None:
     assert "the evaluation batch measured" in card.lower()
 
 
-SUMMARY = json.dumps(
-    {
-        "setting": {},
-        "acceptance_length": {"pooled": 1.5, "ci95": None},
-        "speedup": {"ratio": 1.1, "ci95": None, "quotable": True, "reason": None},
-        "lossless": {"lossless": True, "checked": 0},
-        "tree": {"name": "chain", "depth": 3},
-    }
+def test_costs_are_the_forwards_by_their_tokens() -> None:
+    """A step of n texts has n tokens, and a round n times one more than it drafts, of whose time
+    drafting takes a part; more tokens never take less time.
+    """
+    table = replace(TABLE, draft_seconds={1: 0.0002, 8: 0.008})
+    costs = list_costs(table, TOKENS)
+    assert costs is not None
+    assert costs["sample_batch_tokens"] == [1, 4, 8, 32]
+    seconds = [1 / rate for rate in costs["sample_steps_per_sec"]]
+    assert seconds == pytest.approx([0.010, 0.011, 0.012, 0.040], rel=1e-4)
+    assert costs["max_batch_tokens"] == 32
+    slow = list_costs(replace(table, step_seconds={1: 0.050, 8: 0.012}), TOKENS)
+    assert slow is not None and slow["sample_steps_per_sec"] == [20.0] * 4
+    assert list_costs(TABLE, TOKENS) is None
+
+
+def test_sglang_keeps_to_the_schedule() -> None:
+    """By its rule, the entry of the largest key that is no more than the number of requests, the
+    candidates are the one length that the schedule has."""
+    lengths = make_schedule(TABLE, TOKENS)
+    steps = list_steps(list_ranges(lengths))
+    for num_texts, length in enumerate(lengths, start=1):
+        entry = max(int(key) for key in steps if int(key) <= num_texts)
+        assert steps[str(entry)] == {"candidate_steps": [length]}
+
+
+CONFIDENCE = {
+    "temperatures": [1.2, 0.9, 1.0, 1.1, 1.3],
+    "ece_before": [0.1, 0.12, 0.13, 0.14, 0.15],
+    "ece_after": [0.02, 0.03, 0.04, 0.05, 0.06],
+    "rounds": 400,
+    "judged_rounds": 380,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "files"),
+    [
+        ("eagle3", {"vocab_size": 64}, {"sglang_steps.json"}),
+        (
+            "dspark",
+            {"block_size": 5, "num_layers": 1, "rank": 8},
+            {"sglang_costs.json", "sglang_temperatures.json"},
+        ),
+        ("dspark", {"block_size": 6, "num_layers": 1, "rank": 8}, set()),
+        ("medusa", {}, set()),
+    ],
 )
+def test_an_export_has_the_files_that_sglang_reads(
+    tiny: Target, tmp_path: Path, family: str, options: dict[str, object], files: set[str]
+) -> None:
+    """They hold the schedule, and the card's command names them where they will be."""
+    drafter = ours(tmp_path / "run" / "drafter", tiny, family, **options)
+    folder = tmp_path / "run" / "eval" / "batch"
+    folder.mkdir(parents=True)
+    table = replace(TABLE, draft_seconds={1: 0.0002, 8: 0.008})
+    schedule = simulate_schedule(table, TOKENS, 50.0, num_requests=20)
+    summary = json.loads(SUMMARY)
+    summary |= {"axis": {"load": {"schedule": schedule}}, "confidence": CONFIDENCE}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    format_name = "vllm" if family == "medusa" else "sglang"
+    out = export_command(str(drafter.parent), format_name, str(tmp_path / "out"))
+    written = {path.name for path in out.glob("sglang_*.json")}
+    assert written == files
+    card = (out / "README.md").read_text()
+    assert all(f"{out}/{name}" in card for name in files)
+    contents = {name: json.loads((out / name).read_text()) for name in files}
+    if family == "eagle3":
+        assert contents["sglang_steps.json"] == list_steps(schedule["ranges"])
+        assert "--speculative-adaptive --speculative-adaptive-config" in card
+    if family == "dspark" and files:
+        assert contents["sglang_costs.json"] == schedule["costs"]
+        temperatures = contents["sglang_temperatures.json"]
+        assert temperatures["temperatures"] == CONFIDENCE["temperatures"]
+        assert temperatures["num_samples"] == CONFIDENCE["rounds"]
+        assert "SGLANG_RAGGED_VERIFY_MODE=compact python -m sglang.launch_server" in card
+        assert "0.100 0.120 0.130 0.140 0.150 without them and 0.020" in card
