@@ -22,7 +22,7 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost, InitialF
 from spectrain.drafters.layers.fitted_start import label_positions, measure_fit
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.unrolled_attention import unrolled_attention
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter, judge_rows
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import Projection
@@ -66,8 +66,7 @@ class Jump(VocabularyDrafter):
     """
 
     saved = SavedFiles(shape=("jump_layer", "sources", "num_units", "vocab_size"))
-    capabilities = Capabilities(nestable=False, cost=JumpCost)
-    repeated_parts = ("predictor",)
+    capabilities = Capabilities(nestable=False, cost=JumpCost, repeated_parts=("predictor",))
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class Jump(VocabularyDrafter):
             Run(layers, batch.tokens, batch.length, self.num_steps),
         ]
         judged = replace(
-            self.judged_rows(batch, self.num_steps * batch.supervised), is_trained=False
+            judge_rows(self, batch, self.num_steps * batch.supervised), is_trained=False
         )
         share = len(layers) / target.num_layers
         return StepCost(runs, judged, forward_rows=batch.tokens * share)

@@ -6,6 +6,7 @@ Shapes: V vocabulary, D width, B batch, F frontier nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.eagle3 import Eagle3, warm_up_steps
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.errors import UserError
@@ -88,6 +89,7 @@ class TwoStageHead(Eagle3):
             freeze_output=freeze_output,
             architecture=architecture,
         )
+        self.capabilities = replace(self.capabilities, prepare_kernels=make_first_stage)
         self.rank = rank
         self.candidates = candidates
         self.register_buffer("token_weights", torch.ones(len(self.d2t)))
@@ -112,12 +114,6 @@ class TwoStageHead(Eagle3):
             self.first_stage_versions = versions
         return self.first_stage
 
-    @torch.inference_mode()
-    def prepare_kernels(self) -> None:
-        """Make the first stage, so that no timed round does."""
-        super().prepare_kernels()
-        self.find_first_stage()
-
     # Decoding
 
     def draft(self, context: Context) -> Draft:
@@ -141,3 +137,10 @@ class TwoStageHead(Eagle3):
         """Compute log q [B, F, V] from output states [B, F, D]."""
         candidates, logits = self.judge_candidates(hidden)
         return spread_candidates(candidates, logits.log_softmax(-1), len(self.d2t))
+
+
+@torch.inference_mode()
+def make_first_stage(drafter: TwoStageHead) -> None:
+    """Make the first stage and load the kernels, so that no timed round does."""
+    warm_up_steps(drafter)
+    drafter.find_first_stage()

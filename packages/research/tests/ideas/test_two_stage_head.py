@@ -8,7 +8,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.candidates import IMPOSSIBLE
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain_research.two_stage_head.drafter import TwoStageHead
+from spectrain_research.two_stage_head.drafter import TwoStageHead, make_first_stage
 from spectrain_research.two_stage_head.head import FirstStage
 from tests.drafters.forced import shaken
 
@@ -85,7 +85,7 @@ def test_decoding_can_begin_in_inference_mode(shallow: Target) -> None:
     with torch.inference_mode():
         log_q = drafter.log_q(hidden)
     before = shaken(TwoStageHead(shallow, rank=8), shallow)
-    before.prepare_kernels()
+    make_first_stage(before)
     with torch.inference_mode():
         assert torch.equal(before.log_q(hidden), log_q)
 
