@@ -36,13 +36,19 @@ def main() -> None:
     description = json.loads((source / "config.json").read_text())
     description["drafter"].pop("init", None)  # all weights are here
     (out / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-    facts = json.loads((args.run / "provenance.json").read_text())
-    del facts["target"]  # a path of the machine that trained it
+    write_origin(args.run, out)
+    print(f"{out}: {sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB")
+
+
+def write_origin(run: Path, out: Path) -> None:
+    """Write provenance.json of a training into the folder of its drafter, with names of files in
+    place of paths of the machine that trained it.
+    """
+    facts = json.loads((run / "provenance.json").read_text())
+    del facts["target"]
     words = [word for word in facts["command"].split() if not word.startswith("run=")]
-    # names of files, not their places
     facts["command"] = " ".join(re.sub(r"=/\S*/", "=", word) for word in words)
     (out / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"{out}: {sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

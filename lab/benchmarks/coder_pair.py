@@ -30,7 +30,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_question
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
@@ -46,6 +45,7 @@ from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
+from spectrain.export.targets import TargetFiles
 from spectrain.models.device import choose_work_clock
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
@@ -218,7 +218,7 @@ def read_code(folder: Path) -> list[str]:
 def load_trained(name: str, target: Target) -> Drafter:
     """Return the drafter of a run folder, of a drafter directory, or that ships by a name."""
     directory = require_drafter_directory("trained", name)
-    family = load_description(directory, GroupSpec("target", TARGET)).drafter
+    family = load_description(directory, TargetFiles(target.path).spec).drafter
     return load_drafter(RunSpec(drafter=family.named_by(directory)), directory, target)
 
 

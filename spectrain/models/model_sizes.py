@@ -118,10 +118,12 @@ def find_wrong_size(value: Any, limit: int, least: int = 0) -> str | None:
 def check_shape(config: Any, path: Path) -> None:
     """Raise a UserError where the sizes of a loaded text configuration contradict each other.
 
-    What a config.json leaves out is the default of its class. Sizes in lists are not compared.
+    What a config.json leaves out is the default of its class. Sizes in lists, and those of
+    configurations whose layers differ, are not compared.
     """
+    sizes = config.to_dict()
     width, heads, pairs, head_dim = (
-        getattr(config, key, None)
+        sizes.get(key)
         for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     if not isinstance(heads, int) or heads < 1:

@@ -481,14 +481,13 @@ def load_shipped_drafter(name: str, target: Target) -> Drafter:
     """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
     shipped = find_shipped(name)
     assert shipped is not None, "its package names it"
-    made_for = GroupSpec("target", shipped.target)
-    family = load_description(shipped.folder, made_for).drafter
-    drafter: Drafter = family.build(target=target)
     try:
+        family = load_description(shipped.folder, TargetFiles(target.path).spec).drafter
+        drafter: Drafter = family.build(target=target)
         load_weights(drafter, shipped.folder, target)
     except UserError as error:
         raise UserError(
             f"drafter={name}: it is for target={shipped.target}, and {target.name} is another "
-            f"model; train one for it, as in spectrain train recipe={family.choice}"
+            f"model; train one for it, as in spectrain train recipe=eagle3 target={target.name}"
         ) from error
     return drafter

@@ -69,14 +69,14 @@ ACTING_NAME = re.compile(
 )
 READ_ONLY = {
     "target": {"path", "chat_template", "template", "template_kwargs"},
-    "drafter": {"store", "init", "start", "paths"},
+    "drafter": {"store", "init", "start", "paths", "sources"},
     "acceptance": {"path", "codebook"},
     "eval": {"documents", "store"},
     "tree": {"paths"},
     "data": {"template_kwargs"},
 }
 """Settings that read a local file as data, or that are no files at all, such as the paths of a
-tree.
+tree and the layers that a prediction reads.
 """
 COMPARED = {"source"}
 """Groups that a run folder keeps for the comparison on a resume; no reader constructs them."""

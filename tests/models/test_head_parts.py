@@ -2,6 +2,7 @@
 refuses.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
@@ -168,7 +170,11 @@ def test_settings_of_the_layers_are_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_tensors_is_refused(tmp_path: Path) -> None:
     folder = save_sharded(tmp_path)
-    index = (folder / INDEX_FILE).read_text()
-    (folder / INDEX_FILE).write_text(index.replace("model.norm.weight", "norm.weights"))
+    index = json.loads((folder / INDEX_FILE).read_text())
+    shard = folder / index["weight_map"].pop("model.norm.weight")
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    tensors = load_file(shard)
+    del tensors["model.norm.weight"]
+    save_file(tensors, shard)
     with pytest.raises(UserError, match="has no tensor model.norm.weight"):
         load_hf(str(folder), parts="head")

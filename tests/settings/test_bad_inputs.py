@@ -293,7 +293,7 @@ def test_folders_without_data(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the folder holds no data file"):
         JsonlReader(str(tmp_path)).load_conversations()
     (tmp_path / "data.jsonl").mkdir()
-    with pytest.raises(UserError, match="it cannot be read"):
+    with pytest.raises(UserError, match="this is no file"):
         JsonlReader(str(tmp_path)).load_conversations()
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(UserError, match="UTF-8"):

@@ -17,6 +17,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from spectrain.models.block_weights import BlockWeight
+
 from .attention import attend_text, attention_size, rotate_append
 from .available import working_memory
 from .floats import gate_rows, norm_row, normalize_row
@@ -42,7 +44,7 @@ FLOAT_BYTES = 4
 class EagleLayer(NamedTuple):
     """The weights of the layer and the output layer of a drafter."""
 
-    embedding: int  # of the tokens
+    embedding: int  # of the tokens, or of those that are read
     is_half: bool  # whether the embedding is bfloat16
     input_norm: int
     hidden_norm: int
@@ -341,6 +343,8 @@ class EagleKernels:
     ) -> None:
         self.shape = shape
         self.embedding = embedding.detach()
+        # Rows of an embedding in blocks that the kernels are reading.
+        self.looked_up = torch.empty(0)
         self.linears = linears
         self.norms = {f"{name}_norm": norm.detach().float() for name, norm in norms.items()}
         self.vocab_size = linears["head"].sizes[1]
@@ -355,7 +359,7 @@ class EagleKernels:
         parts: dict[str, Any] = {name: weights.linear for name, weights in self.linears.items()}
         parts |= {name: norm.data_ptr() for name, norm in self.norms.items()}
         self.layer = EagleLayer(
-            embedding=self.embedding.data_ptr(),
+            embedding=0 if isinstance(self.embedding, BlockWeight) else self.embedding.data_ptr(),
             is_half=self.embedding.dtype == torch.bfloat16,
             **shape._asdict(),
             **parts,
@@ -363,24 +367,36 @@ class EagleKernels:
             sin=self.angles[1].data_ptr(),
         )
 
+    def find_embeddings(self, tokens: Tensor) -> tuple[EagleLayer, Tensor]:
+        """Return the layer and the rows [1, F] of its embedding that belong to tokens [1, F].
+
+        An embedding in the blocks of a GGUF file is no memory that a kernel could read: its rows
+        are looked up here.
+        """
+        if not isinstance(self.embedding, BlockWeight):
+            return self.layer, tokens.contiguous()
+        self.looked_up = self.embedding.take_rows(tokens[0]).contiguous()
+        layer = self.layer._replace(embedding=self.looked_up.data_ptr())
+        return layer, torch.arange(tokens.shape[1])[None]
+
     def read_tokens(
         self, tokens: Tensor, hidden: Tensor, slots: Tensor, num_committed: int
     ) -> Tensor:
         """Run the next tokens [1, P] of a text with hidden states [1, P, D], and return their
         states. `slots` [2, T, K, d] are those of the text."""
         count = tokens.shape[1]
-        tokens = tokens.contiguous()
+        layer, rows = self.find_embeddings(tokens)
         states = hidden.float().contiguous()
         states = states.clone() if states is hidden else states
         self._reserve(count, count)
         viewed = self._view_slots(slots, num_committed, count, count)
         no_nodes = EagleNodes(0, 0, 0, 0)
         run_nodes(
-            self.layer,
+            layer,
             self.memory,
             viewed,
             no_nodes,
-            tokens.data_ptr(),
+            rows.data_ptr(),
             0,
             count,
             states.data_ptr(),
@@ -496,17 +512,17 @@ class EagleDraft:
         num_appended = self.num_nodes - 1 + count
         assert num_appended < self.capacity, f"a draft of {self.capacity} nodes is full"
         kernels._reserve(count, num_appended)
-        tokens = tokens.contiguous()
+        layer, rows = kernels.find_embeddings(tokens)
         parents = parents.contiguous()
         log_q = torch.empty(1, count, kernels.vocab_size)
         slots = kernels._view_slots(self.slots, self.num_committed, num_appended, count)
         states = self.states[self.num_nodes].data_ptr()
         run_nodes(
-            kernels.layer,
+            layer,
             kernels.memory,
             slots,
             self.nodes,
-            tokens.data_ptr(),
+            rows.data_ptr(),
             parents.data_ptr(),
             count,
             states,
