@@ -234,12 +234,13 @@ HOMONYMS = {
     "guidance", "hydra", "importance",
     "int4", "joint", "judge", "loose", "mixture", "near", "nearby", "on_policy", "online", "opt",
     "other_device",
-    "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid",
+    "overlap", "pipelines", "policy", "pruning", "qwen2.5-coder-1.5b", "rank", "router", "self",
+    "shared", "sigmoid",
     "sinks", "space",
     "spectrain", "sweeps", "transport", "traversal", "union", "universal",
 }  # fmt: skip
 """Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model
-(falcon), a type (int4), this project (spectrain).
+(falcon), a type (int4), a target (qwen2.5-coder-1.5b), this project (spectrain).
 """
 
 

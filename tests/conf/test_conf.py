@@ -183,6 +183,11 @@ def assert_builds(checked: Any, group: str, choice: str, request: pytest.Fixture
             with pytest.raises(UserError, match="run make models"):
                 checked[group].build()
         return
+    if group == "drafter" and choice in MODELS:
+        # It ships for a target of gigabytes, of which it has the name; make test-models builds it.
+        with pytest.raises(UserError, match="is another model"):
+            checked[group].build(target=request.getfixturevalue("tiny"))
+        return
     takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
     runtime = (
         {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}

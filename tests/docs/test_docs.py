@@ -382,7 +382,8 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
     keys = {name for name in re.findall(r"`drafter\.(\w+)", DOCUMENTS[document])} - EVERY_DRAFTER
     assert not [key for key in keys if not find_owners("drafter", key)]
     for group, choice in re.findall(
-        r"\b(drafter|recipe|acceptance|tree)=([a-z][a-z0-9_-]*)\b", DOCUMENTS[document]
+        r"\b(drafter|recipe|acceptance|tree)=([a-z](?:[a-z0-9_.-]*[a-z0-9])?)\b",
+        DOCUMENTS[document],
     ):
         assert choice in choice_files(group, conf_folders()), f"{group}={choice}"
 
