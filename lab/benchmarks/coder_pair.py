@@ -30,7 +30,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_question
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.data.messages import Conversation
@@ -45,14 +44,13 @@ from spectrain.drafters.layers.copies import CopySource
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
-from spectrain.export.targets import TargetFiles
 from spectrain.models.device import choose_work_clock
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
-from spectrain.runs.drafters import load_description, load_drafter
+from spectrain.runs.drafters import load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.commands import to_options
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -143,10 +141,9 @@ class CoderPair:
             torch.set_num_threads(self.threads)
         started = time.perf_counter()
         target = load_hf(TARGET, quantization=self.quantization)
-        eagle = load_trained(self.trained, target)
-        small = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
         target.pack_weights()
-        prepare_for_decoding(eagle, target)
+        eagle = load_for_decoding(require_drafter_directory("trained", self.trained), target)
+        small = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
         prepare_for_decoding(small, target)
         console.print(
             f"{TARGET}, its drafter of {count_gigabytes(eagle):.2f} GB and {DRAFTER} are loaded in "
@@ -213,13 +210,6 @@ def read_code(folder: Path) -> list[str]:
     if len(texts) < 2:
         raise UserError(f"code={folder}: it has fewer than two source files; name another folder")
     return texts
-
-
-def load_trained(name: str, target: Target) -> Drafter:
-    """Return the drafter of a run folder, of a drafter directory, or that ships by a name."""
-    directory = require_drafter_directory("trained", name)
-    family = load_description(directory, TargetFiles(target.path).spec).drafter
-    return load_drafter(RunSpec(drafter=family.named_by(directory)), directory, target)
 
 
 def list_decoders(

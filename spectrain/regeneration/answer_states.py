@@ -14,9 +14,11 @@ from spectrain.data.dataset import make_examples
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.errors import UserError
+from spectrain.features.base import compute_alone
 from spectrain.features.store import FeatureStore
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+from spectrain.output.count_progress import CountProgress
 
 from .chat_progress import ChatProgress
 
@@ -88,6 +90,27 @@ class AnswerStates:
             str(folder), max_length=self.data.max_length, train_on=self.data.train_on
         )
         return reader.make_dataset(self.data.apply_arguments(self.target.template)).examples
+
+    def complete_store(self, folder: Path) -> str:
+        """Let the target run the training sequences of a finished set that the store lacks; return
+        a sentence with the counts.
+        """
+        distinct, missing = self.store.list_distinct(self.make_set_examples(folder))
+        num_tokens = sum(len(example.tokens) for example in missing)
+        progress = CountProgress("capturing", num_tokens, unit="tokens", enabled=True)
+        try:
+            with progress:
+                for example in missing:
+                    alone = compute_alone(example, self.target, self.layers)
+                    self.store.put_states(example, alone, self.layers)
+                    progress.advance(len(example.tokens))
+        finally:
+            self.store.flush()
+        return (
+            f"{self.store.path}: {len(distinct)} sequences; {self.num_stored} while their answers "
+            f"were written, {len(missing)} by a forward of their own, of {num_tokens} tokens; "
+            f"train with data=jsonl data.path={folder} source=store source.path={self.store.path}"
+        )
 
 
 def find_states(example: Example, captured: list[tuple[list[int], Tensor]]) -> Tensor | None:

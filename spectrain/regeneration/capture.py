@@ -20,7 +20,7 @@ from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row
 from spectrain.drafters.base import Stage
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import FeaturesRead, compute_alone
+from spectrain.features.base import FeaturesRead
 from spectrain.features.server_capture import StoreFiller, record_failures
 from spectrain.features.server_states import (
     CapturedStates,
@@ -30,7 +30,6 @@ from spectrain.features.server_states import (
 )
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.target import Target
-from spectrain.output.count_progress import CountProgress
 from spectrain.servers.base import CompletionRequest
 from spectrain.servers.errors import ServerError
 
@@ -184,10 +183,11 @@ def make_capturing_writer(
     """Return the writer of a server's answers and their states, after a check of the server, with
     an open store.
     """
-    target, stage = build_captured_stage(spec)
     for key in list_engine_settings(spec, writer):
         if key != "target":
             raise UserError(f"{key}: the server writes the answers; leave {key} out")
+    target: Target = spec.target.build()
+    stage = find_captured_stage(spec, target)
     requester = StateRequester(spec.server.build(), target, stage.layers)
     rows = settings.make_calibration_rows(data)
     prompts = collect_prompts(partial(render_prompt, target.template), sampling, rows, count=4)
@@ -198,15 +198,21 @@ def make_capturing_writer(
     return capturing
 
 
-def build_captured_stage(spec: RunSpec) -> tuple[Target, Stage]:
-    """Return the target, and the stage of the recipe's drafter whose features are captured."""
+def check_captured(spec: RunSpec) -> None:
+    """Raise a UserError unless the command says for which target and drafter states are
+    captured.
+    """
     for key, group in (("target", spec.target), ("recipe", spec.drafter)):
         if not group:
             raise UserError(
                 f"capture=true: say {key}=NAME, which decides on the layers that are captured"
             )
-    target: Target = spec.target.build()
-    return target, spec.drafter.build(target=target).stages[0]
+
+
+def find_captured_stage(spec: RunSpec, target: Target) -> Stage:
+    """Return the stage of the recipe's drafter whose features are captured."""
+    stage: Stage = spec.drafter.build(target=target).stages[0]
+    return stage
 
 
 def open_states(
@@ -231,26 +237,3 @@ def open_states(
         )
     reads_tail = stage.final_reach is None
     return AnswerStates(store, stage.layers, target, data, reads_tail=reads_tail)
-
-
-def complete_engine_store(states: AnswerStates, folder: Path) -> str:
-    """Let the target run the training sequences of a finished set that the store lacks; return a
-    sentence with the counts.
-    """
-    store = states.store
-    distinct, missing = store.list_distinct(states.make_set_examples(folder))
-    num_tokens = sum(len(example.tokens) for example in missing)
-    progress = CountProgress("capturing", num_tokens, unit="tokens", enabled=True)
-    try:
-        with progress:
-            for example in missing:
-                alone = compute_alone(example, states.target, states.layers)
-                store.put_states(example, alone, states.layers)
-                progress.advance(len(example.tokens))
-    finally:
-        store.flush()
-    return (
-        f"{store.path}: {len(distinct)} sequences; {states.num_stored} while their answers were "
-        f"written, {len(missing)} by a forward of their own, of {num_tokens} tokens; train with "
-        f"data=jsonl data.path={folder} source=store source.path={store.path}"
-    )

@@ -15,8 +15,9 @@ from spectrain.runs.drafters import build_drafter, load_weights
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
 from .capture import (
-    build_captured_stage,
-    complete_engine_store,
+    CapturingWriter,
+    check_captured,
+    find_captured_stage,
     list_engine_settings,
     make_capturing_writer,
     open_states,
@@ -60,6 +61,7 @@ def regenerate_command(
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:
+        check_captured(spec)
         return regenerate_and_capture(spec, writer, settings, reader, sampler, folder)
     for key, value in (
         ("recipe", spec.recipe_name),
@@ -148,42 +150,26 @@ def regenerate_and_capture(
     sampling: Sampling,
     folder: Path,
 ) -> None:
-    """Write a set of answers, and a store with the states that a training on it reads."""
-    if not spec.server:
-        return capture_with_engine(spec, writer, settings, data, sampling, folder)
-    capturing = make_capturing_writer(spec, writer, settings, sampling, data, folder)
-    try:
-        settings.run(folder, data, sampling, capturing)
-    finally:
-        capturing.states.store.flush()
-    if not ShardSet(folder).find_faults():
-        print(capturing.complete_store(folder), flush=True)
+    """Write a set of answers, and a store with the states that a training on it reads.
 
-
-def capture_with_engine(
-    spec: RunSpec,
-    writer: GroupSpec,
-    settings: Regeneration,
-    data: ConversationReader,
-    sampling: Sampling,
-    folder: Path,
-) -> None:
-    """Write a set of answers by our own engine. Continuous batches give the states of what they
-    decode; the target runs what they did not.
+    Of our own engine, continuous batches give the states of what they decode; the target runs what
+    they did not.
     """
-    if spec.run is not None:
+    answers: CapturingWriter | EngineWriter
+    if spec.server:
+        answers = make_capturing_writer(spec, writer, settings, sampling, data, folder)
+    elif spec.run is not None:
         raise UserError(
             f"run={spec.run}: answers are captured without a drafter; leave run or capture=true out"
         )
-    target, stage = build_captured_stage(spec)
-    target.require_layers("writing answers with this engine")
-    target.pack_weights()
-    states = open_states(spec, target, stage, data, folder)
-    answers: EngineWriter = writer.build(sampling=sampling, target=target)
-    answers.states = states
+    else:
+        answers = make_engine_writer(writer, spec, sampling, settings, data)
+        stage = find_captured_stage(spec, answers.target)
+        answers.states = open_states(spec, answers.target, stage, data, folder)
+    assert answers.states is not None
     try:
         settings.run(folder, data, sampling, answers)
     finally:
-        states.store.flush()
+        answers.states.store.flush()
     if not ShardSet(folder).find_faults():
-        print(complete_engine_store(states, folder), flush=True)
+        print(answers.complete_store(folder), flush=True)

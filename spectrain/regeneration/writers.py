@@ -3,6 +3,7 @@ requests answers of a server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from spectrain.data.answers import parse_answer
@@ -72,6 +73,11 @@ class EngineWriter(AnswerWriter):
         self.states: AnswerStates | None = None
         self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)
         require_capture(self.session, "writer.engine")
+
+    def complete_store(self, folder: Path) -> str:
+        """Capture what a finished set lacks of its states; return a sentence with the counts."""
+        assert self.states is not None, "nothing is captured"
+        return self.states.complete_store(folder)
 
     def recorded_settings(self) -> dict[str, Any]:
         dtype = str(self.target.dtype).removeprefix("torch.")

@@ -247,8 +247,16 @@ def explain_malformed(directory: Path) -> Iterator[None]:
 
 def load_for_decoding(directory: Path, target: Target) -> Drafter:
     """Return the drafter of a drafter directory, with its own settings, as it decodes."""
-    spec = RunSpec(drafter=load_description(directory, None).drafter.named_by(directory))
+    spec = RunSpec(drafter=read_family(directory, target).named_by(directory))
     return prepare_for_decoding(load_drafter(spec, directory, target), target)
+
+
+def read_family(directory: Path, target: Target) -> GroupSpec:
+    """Return the settings of the drafter in a directory; those of another project are read for a
+    target.
+    """
+    made_for = None if is_native(directory) else TargetFiles(target.path).spec
+    return load_description(directory, made_for).drafter
 
 
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
@@ -482,7 +490,7 @@ def load_shipped_drafter(name: str, target: Target) -> Drafter:
     shipped = find_shipped(name)
     assert shipped is not None, "its package names it"
     try:
-        family = load_description(shipped.folder, TargetFiles(target.path).spec).drafter
+        family = read_family(shipped.folder, target)
         drafter: Drafter = family.build(target=target)
         load_weights(drafter, shipped.folder, target)
     except UserError as error:

@@ -15,7 +15,6 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.architectures.quantized import refuse_training
@@ -171,30 +170,6 @@ def test_texts_are_those_of_generate(gguf_file: Path, dtype: str) -> None:
         if dtype == "float32":
             with reference_model(dense) as model:
                 assert text == generate(model, prompt, 16, frozenset())
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_eagle_drafts_over_an_embedding_in_blocks(gguf_file: Path, dtype: str) -> None:
-    """Compiled steps and modules draft from the rows of the dequantised embedding."""
-    blocks, dense = load_both(gguf_file, dtype)
-    prompts = [[5, 9, 2, 7], [11, 3, 11, 3]]
-    for builder in (Chain(3), Eagle2(3, 8)):
-        rounds = []
-        for target in (blocks, dense):
-            torch.manual_seed(0)
-            drafter = Eagle3(target, vocab_size=64, layers=[1])
-            drafter.prepare(target, torch.ones(target.head.vocab_size))
-            drafter = prepare_for_decoding(drafter.eval(), target)
-            tokens = torch.tensor([[5, 9]])
-            embedded = drafter.embed_inputs(tokens)
-            assert torch.equal(embedded, dense.head.embed(tokens).to(embedded.dtype))
-            drafted = decode(target, prompts, Greedy(), 12, drafter, builder)
-            plain = decode(target, prompts, Greedy(), 12)
-            assert [text.output for text in drafted] == [text.output for text in plain]
-            rounds.append([text.round_lengths for text in drafted])
-        if dtype == "float32":
-            assert rounds[0] == rounds[1]
 
 
 @needs_kernels

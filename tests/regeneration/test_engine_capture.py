@@ -94,7 +94,14 @@ def test_continuous_batches_give_states_as_they_decode(
     compare_states(out, target, tolerance=0.02)
 
 
-def test_a_run_that_drafts_is_refused(tmp_path: Path, chats: Path) -> None:  # noqa: F811
-    with pytest.raises(UserError, match="answers are captured without a drafter"):
-        regenerate(tmp_path / "out", chats, "run=runs/any")
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("run=runs/any", "answers are captured without a drafter"),
+        ("tree=chain", "nothing is drafted without a drafter"),
+    ],
+)
+def test_what_drafts_is_refused(word: str, sentence: str, tmp_path: Path, chats: Path) -> None:  # noqa: F811
+    with pytest.raises(UserError, match=sentence):
+        regenerate(tmp_path / "out", chats, word)
     assert not (tmp_path / "out").exists()

@@ -182,8 +182,8 @@ class ContinuousAnswers:
             self._answer_alone(answer)
         else:
             if self.writer.states is not None:
-                tokens = (answer.prompt + text.generation.output)[:-1]
-                self.writer.states.add_states(chat.pending.id, tokens, torch.cat(text.states))
+                states = torch.cat(text.states)
+                self.writer.states.add_states(chat.pending.id, text.run_tokens, states)
             self._advance(answer.shard, chat, text.prefix)
 
     def _answer_alone(self, answer: PendingAnswer) -> None:

@@ -36,7 +36,7 @@ class TextPrefix:
 
     tokens: list[int]
     keys_values: Tensor  # [layers, 2, T, heads, head size]
-    states: Tensor  # [T, L, D]
+    states: list[Tensor]  # [.., L, D] of these tokens, in parts; none without captured layers
 
     def count_shared(self, prompt: list[int]) -> int:
         """Return the number of tokens that a prompt begins with, its last token excluded."""
@@ -53,10 +53,15 @@ class RunningText:
 
     sequence_id: int  # key of its random draws
     generation: Generation
-    # States [.., L, D] of the tokens that have run, in parts.
+    # States [.., L, D] of `run_tokens`, in parts; none without captured layers.
     states: list[Tensor]
     # What a later prompt can begin with, once the text is done.
     prefix: TextPrefix | None = None
+
+    @property
+    def run_tokens(self) -> list[int]:
+        """The tokens that have run: all but the last."""
+        return (self.generation.prompt + self.generation.output)[:-1]
 
 
 class ContinuousBatch:
@@ -103,12 +108,14 @@ class ContinuousBatch:
         states = []
         if prefix is not None and num_shared:
             fill_slots(cache, prefix.keys_values[:, :, :num_shared])
-            states.append(prefix.states[:num_shared])
+            if self.layers:
+                states.append(torch.cat(prefix.states)[:num_shared])
             rest = torch.tensor([prompt[num_shared:]])
             features = extend_text(self.target, rest, cache, self.layers)
         else:
             features = self.target.prefill(torch.tensor([prompt]), lengths, cache, self.layers)
-        states.append(self._read_states(features)[0])
+        if self.layers:
+            states.append(self._read_states(features)[0])
         assert features.logits is not None
         token = int(
             self.rule.choose_tokens(features.logits, torch.tensor([sequence_id]), lengths[:, None])
@@ -154,8 +161,9 @@ class ContinuousBatch:
         ids = torch.tensor([text.sequence_id for text in self.texts])
         features = self.target.verify(TokenTree.from_chain(roots), self.cache, self.layers)
         assert features.logits is not None
-        for text, states in zip(self.texts, self._read_states(features)):
-            text.states.append(states)
+        if self.layers:
+            for text, states in zip(self.texts, self._read_states(features)):
+                text.states.append(states)
         tokens = self.rule.choose_tokens(features.logits, ids, self.cache.lengths[:, None] + 1)
         self.cache.commit(None, torch.ones_like(ids))
         chosen: list[int] = tokens[:, 0].tolist()
@@ -163,20 +171,13 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def _copy_prefix(self, number: int) -> TextPrefix:
-        """Return the tokens of a text that have run: all but its last."""
-        generation = self.texts[number].generation
-        return TextPrefix(
-            (generation.prompt + generation.output)[:-1],
-            self.cache.copy_text(number),
-            torch.cat(self.texts[number].states),
-        )
+        """Return what a later prompt can begin with of a text."""
+        text = self.texts[number]
+        return TextPrefix(text.run_tokens, self.cache.copy_text(number), text.states)
 
     def _read_states(self, features: Features) -> Tensor:
         """Return a copy of the states [B, T, L, D] of the captured layers."""
-        states = [features.at_layer(layer) for layer in self.layers]
-        if not states:
-            return features.hidden[:, :, :0]
-        return torch.stack(states, dim=2)
+        return torch.stack([features.at_layer(layer) for layer in self.layers], dim=2)
 
     def _keep(self, kept: list[int]) -> None:
         self.texts = [self.texts[number] for number in kept]

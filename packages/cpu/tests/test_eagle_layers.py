@@ -1,20 +1,29 @@
 """EAGLE's layer in few calls, and by compiled kernels, gives what its modules give."""
 
 import copy
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.models.block_weights import BlockWeight
 from spectrain.models.fast import pack_linears, packed_linears
 from spectrain.models.fast.packed_linears import has_int8
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2
 from spectrain_cpu import eagle_steps, fused_eagle
-from spectrain_cpu.available import has_drafting_kernels
+from spectrain_cpu.available import has_block_kernels, has_drafting_kernels
 from spectrain_cpu.eagle_steps import MAX_READ, find_compiled
+from tests.models.checkpoints import save_gguf_file
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,3 +112,42 @@ def test_compiled_drafting_gives_what_few_calls_give(
         drafter.mlp.down_proj.weight.add_(1)
         assert find_compiled(drafter) is not first
     assert find_compiled(drafter) is None
+
+
+@pytest.mark.skipif(
+    not (has_int8() and has_drafting_kernels() and has_block_kernels()),
+    reason="no compiled kernels for 8-bit weights and blocks here",
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_drafting_over_an_embedding_in_blocks(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels look up the rows of an embedding that stays in the blocks of a GGUF file: texts are
+    those of the target, and in float32 the same drafts are accepted as over a dense one."""
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_linears, "SMALL_WEIGHTS", 0)
+    path = str(save_gguf_file(tmp_path)[0])
+    prompts = [[5, 9, 2, 7], [11, 3, 11, 3]]
+    rounds: dict[str | None, list[list[int]]] = {}
+    embedded = []
+    quantizations: tuple[Literal["gguf"] | None, ...] = ("gguf", None)
+    for quantization in quantizations:
+        target = load_hf(path, dtype=dtype, quantization=quantization)
+        assert isinstance(target.head.embedding.weight, BlockWeight) == (quantization == "gguf")
+        torch.manual_seed(0)
+        drafter = Eagle3(target, vocab_size=64, layers=[1])
+        drafter.prepare(target, torch.ones(target.head.vocab_size))
+        drafter = prepare_for_decoding(drafter.eval(), target)
+        with torch.inference_mode():
+            assert find_compiled(drafter) is not None
+            embedded.append(drafter.embed_inputs(torch.tensor(prompts)))
+        rounds[quantization] = []
+        for builder in (Chain(3), Eagle2(3, 8)):
+            for prompt in prompts:
+                (plain,) = decode(target, [prompt], Greedy(), 12)
+                (drafted,) = decode(target, [prompt], Greedy(), 12, drafter, builder)
+                assert drafted.output == plain.output
+                rounds[quantization].append(drafted.round_lengths)
+    assert torch.equal(*embedded)
+    if dtype == "float32":
+        assert rounds["gguf"] == rounds[None]
