@@ -122,6 +122,8 @@ class CoderPair:
         minutes: float = 7.0,
         quantization: Literal["gguf", "gguf_int8"] = "gguf_int8",
         vocab_size: int = 32_768,
+        # Blocks of the 0.5B's weights.
+        drafter_blocks: Literal["gguf", "q4_0"] = "q4_0",
         out: str | None = None,
     ) -> None:
         self.code = code or None
@@ -133,6 +135,7 @@ class CoderPair:
         self.minutes = minutes
         self.quantization = quantization
         self.vocab_size = vocab_size
+        self.drafter_blocks = drafter_blocks
         self.out = out
 
     def run(self) -> None:
@@ -143,7 +146,9 @@ class CoderPair:
         target = load_hf(TARGET, quantization=self.quantization)
         target.pack_weights()
         eagle = load_for_decoding(require_drafter_directory("trained", self.trained), target)
-        small = Causal(target, model=DRAFTER, vocab_size=self.vocab_size)
+        small = Causal(
+            target, model=DRAFTER, vocab_size=self.vocab_size, quantization=self.drafter_blocks
+        )
         prepare_for_decoding(small, target)
         console.print(
             f"{TARGET}, its drafter of {count_gigabytes(eagle):.2f} GB and {DRAFTER} are loaded in "

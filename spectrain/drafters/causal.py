@@ -8,7 +8,7 @@ frontier nodes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
 from spectrain.drafters.layers.small_models import (
+    Blocks,
     SmallModelDrafter,
     make_small_model,
     names_gguf_file,
@@ -129,9 +130,10 @@ class Causal(SmallModelDrafter):
         # null trains no such head.
         stop_head: int | None = None,
         # How the weights of a .gguf file in drafter.model lie in memory: gguf keeps its blocks,
-        # which draft on a CPU from inputs in 8 bits, none makes them dense, and auto keeps them
-        # where the target's are kept. Training makes them dense.
-        quantization: Literal["auto", "gguf", "none"] = "auto",
+        # which draft on a CPU from inputs in 8 bits, q4_0 also rounds those of more bits to 4, none
+        # makes them dense, and auto keeps them where the target's are kept. Training makes them
+        # dense.
+        quantization: Literal["auto", "gguf", "q4_0", "none"] = "auto",
         # Number of tokens that may be drafted, those with the lowest ids, which tokenizers give to
         # frequent tokens; the output layer computes no others. Null drafts all; training ignores
         # it.
@@ -149,8 +151,8 @@ class Causal(SmallModelDrafter):
         self.beta = beta
         self.loss_temperature = loss_temperature
         self.model_name = model
-        keep_blocks = keeps_blocks(target, model, quantization)
-        self.add_model(target, num_layers, model, architecture, keep_blocks)
+        blocks = choose_blocks(target, model, quantization)
+        self.add_model(target, num_layers, model, architecture, blocks)
         self.capabilities = replace(
             self.capabilities, rewind=type(self).rewind, prepare_kernels=cut_draft_outputs
         )
@@ -158,6 +160,7 @@ class Causal(SmallModelDrafter):
         if vocab_size is not None and vocab_size < 1:
             raise UserError(f"drafter.vocab_size={vocab_size}: use 1 or more")
         self.num_drafted = min(self.vocab_size, vocab_size or self.vocab_size)
+        self.nodes: _Nodes | None = None
         # The output layer of these tokens alone, which is no part of the drafter's weights.
         self.draft_outputs: list[nn.Linear] = []
 
@@ -217,19 +220,36 @@ class Causal(SmallModelDrafter):
     def draft(self, context: Context) -> Draft:
         """Run the tokens that the model has not read, the root last, and draft after the root."""
         cache, num_unread = self.open_cache(context, 1 + context.builder.max_drafted)
-        steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
+        most_unread = context.new_features.tokens.shape[1]
+        if self.keeps_nodes:
+            most_unread = int(num_unread.max())
+        steps = torch.arange(most_unread + 1, device=num_unread.device)
         positions = cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
         states = self.run_tokens(tokens, ForwardPlan(layers=("final",), cache=cache))
         cache.commit(None, num_unread + 1)
         root = states.gather(1, num_unread[:, None, None].expand(-1, 1, states.shape[-1]))
-        return Draft(_Nodes(self, cache, root))
+        self.nodes = _Nodes(self, cache, root)
+        return Draft(self.nodes)
+
+    @property
+    def keeps_nodes(self) -> bool:
+        """Whether accepted nodes stay in the cache, so that the next round does not run them again:
+        on a CPU, where a row costs time. Captured rounds have a fixed number of rows, and on a GPU
+        the number of rows would have to be read from it."""
+        assert self.cache is not None
+        return not self.cache.is_bounded and self.cache.lengths.device.type == "cpu"
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        # The root is run again in the next round: in a row that is done, the next round has the
-        # same root.
-        self.cache.roll_back(committed=1)
+        if self.nodes is None or not self.keeps_nodes:
+            # The root is run again in the next round: in a row that is done, the next round has
+            # the same root.
+            self.cache.roll_back(committed=1)
+            return
+        self.cache.commit(*self.nodes.find_path(context))
+        # In a row that is done, the next round has the same root.
+        self.cache.crop(self.cache.lengths.minimum(context.cache.lengths))
 
     def rewind(self, lengths: Tensor) -> None:
         """Cut the cache to these lengths [B]."""
@@ -246,19 +266,20 @@ class Causal(SmallModelDrafter):
         return logits[..., : self.num_drafted].log_softmax(-1)
 
 
-def keeps_blocks(target: Target, model: str | None, quantization: str) -> bool:
-    """Return whether the weights of a small model stay in the blocks of its GGUF file. Raise
-    UserError where that was asked of another source.
+def choose_blocks(target: Target, model: str | None, quantization: str) -> Blocks | None:
+    """Return the blocks in which the weights of a small model stay; None makes them dense. Raise
+    UserError where blocks were asked of a source other than a GGUF file.
     """
     is_gguf = model is not None and names_gguf_file(model)
-    if quantization == "gguf" and not is_gguf:
+    if quantization not in get_args(Blocks):
+        keeps = quantization == "auto" and is_gguf and has_block_weights(target.model)
+        return "gguf" if keeps else None
+    if not is_gguf:
         raise UserError(
-            "drafter.quantization=gguf: drafter.model names no .gguf file; leave it out, or name "
-            "the file"
+            f"drafter.quantization={quantization}: drafter.model names no .gguf file; leave it "
+            "out, or name the file"
         )
-    return is_gguf and (
-        quantization == "gguf" or (quantization == "auto" and has_block_weights(target.model))
-    )
+    return cast(Blocks, quantization)
 
 
 def cut_draft_outputs(drafter: Causal) -> None:
@@ -276,16 +297,48 @@ class _Nodes(Rollout):
     def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
         self.drafter, self.cache, self.root = drafter, cache, root  # [B, 1, D]
         self.branches = BranchVisibility(len(root), root.device)
+        self.tokens = root.new_empty(len(root), 0, dtype=torch.int64)  # [B, nodes so far]
+        self.parents = self.tokens
 
     def start(self) -> Tensor:
         return self.log_q_and_stop(self.root)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.add_nodes(tokens, parents)
         return self.run(tokens, *self.branches.add_nodes(parents))
 
     def extend_levels(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
-        tokens, parents = zip(*levels)
-        return self.run(torch.cat(tokens, dim=1), *self.branches.add_levels(list(parents)))
+        tokens, parents = (list(parts) for parts in zip(*levels))
+        joined = torch.cat(tokens, dim=1)
+        self.add_nodes(joined, torch.cat(parents, dim=1))
+        return self.run(joined, *self.branches.add_levels(parents))
+
+    def add_nodes(self, tokens: Tensor, parents: Tensor) -> None:
+        """Remember nodes [B, F], whose parents count the root as 0."""
+        self.tokens = torch.cat([self.tokens, tokens], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+
+    def find_path(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the nodes [B, P] that hold the tokens which the last round committed after its
+        root, and their number [B]. A node without one ends a path, such as a leaf, which was not
+        run, or a copied token.
+        """
+        ends = context.cache.lengths.tolist()
+        starts = (context.cache.lengths - context.num_new).tolist()
+        paths: list[list[int]] = []
+        for row, nodes in enumerate(zip(self.parents.tolist(), self.tokens.tolist())):
+            numbers = {node: number for number, node in enumerate(zip(*nodes))}
+            path: list[int] = []
+            for token in context.tokens[row, starts[row] + 1 : ends[row]].tolist():
+                number = numbers.get((path[-1] + 1 if path else 0, token))
+                if number is None:
+                    break
+                path.append(number)
+            paths.append(path)
+        longest = max(map(len, paths))
+        padded = [path + [0] * (longest - len(path)) for path in paths]
+        counts = self.tokens.new_tensor([len(path) for path in paths])
+        return self.tokens.new_tensor(padded).view(len(paths), longest), counts
 
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
         """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the

@@ -243,10 +243,13 @@ def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
     return network.eval()
 
 
-def load_block_network(gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool) -> Any:
+def load_block_network(
+    gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool, rounded: Any | None = None
+) -> Any:
     """Return the causal LM of a GGUF file whose large weights stay in their blocks in memory; the
-    others have a type. With `in_bytes` the inputs of products are rounded to 8 bits. A UserError,
-    which begins with a setting of `group`, says where no installed package multiplies blocks here.
+    others have a type. With `in_bytes` the inputs of products are rounded to 8 bits, and with
+    `rounded` larger blocks to this type of the gguf package. A UserError, which begins with a
+    setting of `group`, says where no installed package multiplies blocks here.
     """
     from .gguf_header import read_gguf_header
     from .gguf_weights import (
@@ -269,7 +272,7 @@ def load_block_network(gguf: Path, group: str, dtype: torch.dtype, in_bytes: boo
             f"{group}.quantization=gguf: no installed package multiplies the blocks of "
             f"{gguf.name} on this processor; leave it out"
         )
-    load_block_weights(header, network, dtype, in_bytes, f"{group}.model")
+    load_block_weights(header, network, dtype, in_bytes, f"{group}.model", rounded)
     return network.eval()
 
 

@@ -205,11 +205,19 @@ def read_weights(
 
 
 def load_block_weights(
-    header: GgufHeader, network: Any, dtype: torch.dtype, in_bytes: bool, key: str
+    header: GgufHeader,
+    network: Any,
+    dtype: torch.dtype,
+    in_bytes: bool,
+    key: str,
+    rounded: Any | None = None,
 ) -> None:
     """Give an empty network the weights of a file: those that an installed package multiplies as
     they are stay in their blocks, and the others have a type. With `in_bytes` the inputs of
     products are rounded to 8 bits.
+
+    With `rounded`, a type of blocks of the gguf package, weights that take more bits than this type
+    are rounded to it; the embedding is not.
     """
     stored = match_tensors(header, network, key)
     processor = find_processor(header, network)
@@ -225,11 +233,11 @@ def load_block_weights(
             tensor = stored[name]
             if not has_block_kernel(tensor):
                 return None
-            store = (
-                MappedRows.open(header.path, tensor)
-                if name == looked_up
-                else read_blocks(file.fileno(), tensor, processor, in_bytes)
-            )
+            if name == looked_up:
+                store: BlockStore = MappedRows.open(header.path, tensor)
+            else:
+                kind = choose_type(tensor, rounded)
+                store = read_blocks(file.fileno(), tensor, processor, in_bytes, kind)
             return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
 
         weights = {}
@@ -254,12 +262,29 @@ def find_embedding(network: Any) -> str | None:
     return next(name for name, other in network.named_parameters() if other is weight)
 
 
-def read_blocks(file: int, tensor: StoredTensor, processor: Any, in_bytes: bool) -> BlockStore:
+def choose_type(tensor: StoredTensor, rounded: Any | None) -> Any:
+    """Return the type of blocks in which a tensor [O, K] is kept: `rounded` where that takes fewer
+    bits than its own.
+    """
+    if rounded is None:
+        return tensor.tensor_type
+    width = tensor.shape[-1]
+    sizes = []
+    for kind in (rounded, tensor.tensor_type):
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        sizes.append(block_bytes / block_values)
+    is_smaller = sizes[0] < sizes[1] and width % gguf.GGML_QUANT_SIZES[rounded][0] == 0
+    return rounded if is_smaller else tensor.tensor_type
+
+
+def read_blocks(
+    file: int, tensor: StoredTensor, processor: Any, in_bytes: bool, kind: Any
+) -> BlockStore:
     """Return the blocks of a tensor in the order of the model, as an installed package multiplies
-    them.
+    them, rounded to blocks of the type `kind` where the tensor has another one.
     """
     outputs, width = tensor.shape
-    store: BlockStore = run_on_cpu("allocate_blocks", outputs, width, tensor.tensor_type, in_bytes)
+    store: BlockStore = run_on_cpu("allocate_blocks", outputs, width, kind, in_bytes)
     row_bytes = tensor.num_bytes // outputs
     is_moved = type(processor) is not TensorProcessor
     # What is moved is moved within a tensor.
@@ -268,8 +293,17 @@ def read_blocks(file: int, tensor: StoredTensor, processor: Any, in_bytes: bool)
         size = min(step, outputs - first) * row_bytes
         content = bytearray(os.pread(file, size, tensor.start + first * row_bytes))
         rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row_bytes)
-        store.store_rows(first, move_rows(rows, tensor, processor) if is_moved else rows)
+        moved = move_rows(rows, tensor, processor) if is_moved else rows
+        if kind != tensor.tensor_type:
+            moved = round_rows(moved, tensor.tensor_type, kind)
+        store.store_rows(first, moved)
     return store
+
+
+def round_rows(rows: Tensor, stored: Any, kind: Any) -> Tensor:
+    """Return rows of a type, bytes [n, size], in the blocks of another one."""
+    values = dequantize(rows.flatten(), stored).view(len(rows), -1)
+    return torch.from_numpy(gguf.quantize(values.numpy(), kind))
 
 
 def move_rows(rows: Tensor, tensor: StoredTensor, processor: Any) -> Tensor:

@@ -187,6 +187,28 @@ def test_what_is_drafted_is_what_is_trained(
         torch.testing.assert_close(log_q, logits[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("builder", [Chain(4), Eagle2(3, 6, 2)], ids=["chain", "tree"])
+def test_an_accepted_node_is_run_once(
+    shallow: Target, builder: TreeBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round begins with the root and, where a leaf was accepted, which was not run, the leaf."""
+    drafter = Causal(shallow, num_layers=2)
+    run_tokens = drafter.run_tokens
+    begun = []
+
+    def record(tokens: Tensor, plan: ForwardPlan) -> Tensor:
+        if plan.mask is None:
+            begun.append(tokens.shape[1])
+        return run_tokens(tokens, plan)
+
+    monkeypatch.setattr(drafter, "run_tokens", record)
+    generations = decode(shallow, PROMPTS, Greedy(), 16, drafter, builder, ignore_eos=True)
+    longest = max(length for each in generations for length in each.round_lengths)
+    assert longest > 2
+    assert begun[0] == 1 + max(map(len, PROMPTS))
+    assert max(begun[1:]) == 2
+
+
 def make_padded_target(rows: int) -> Target:
     """Make the tiny target with more rows of embeddings than its tokenizer has tokens."""
     target = cut_tiny(3)

@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,16 @@ from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.fast import speed_up_linears
 from spectrain.models.fingerprint import hash_target
 from spectrain.models.gguf_blocks import MappedRows
+from spectrain.models.gguf_header import StoredTensor
+from spectrain.models.gguf_weights import choose_type
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.planning.weights import count_weight_bytes
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.models.checkpoints import save_gguf_file
+
+Type = gguf.GGMLQuantizationType
 
 
 class DenseStore:
@@ -265,6 +270,43 @@ def test_a_drafter_keeps_blocks_where_the_target_does(
     )
     with pytest.raises(UserError, match="drafter.quantization=gguf: drafter.model names no .gguf"):
         Causal(target, num_layers=1, quantization="gguf")
+
+
+@needs_kernels
+def test_a_drafter_is_rounded_to_four_bits(drafting: tuple[Target, Causal]) -> None:
+    target, drafter = drafting
+    rounded = Causal(target, model=drafter.model_name, quantization="q4_0")
+    for name, weight in drafter.model.named_parameters():
+        four_bits = rounded.model.get_parameter(name)
+        if not isinstance(weight, BlockWeight) or isinstance(weight.store, MappedRows):
+            assert torch.equal(four_bits, weight), name
+            continue
+        values = weight.store.all_values(torch.float32)
+        blocks = gguf.quantize(values.numpy(), Type.Q4_0)
+        assert isinstance(four_bits, BlockWeight)
+        assert torch.equal(
+            four_bits.store.all_values(torch.float32),
+            torch.from_numpy(gguf.dequantize(blocks, Type.Q4_0)),
+        )
+    with pytest.raises(UserError, match="drafter.quantization=q4_0: drafter.model names no .gguf"):
+        Causal(target, num_layers=1, quantization="q4_0")
+
+
+@pytest.mark.parametrize(
+    ("stored", "width", "kept"),
+    [
+        (Type.Q8_0, 64, Type.Q4_0),
+        (Type.Q6_K, 256, Type.Q4_0),
+        (Type.Q4_K, 256, Type.Q4_K),
+        (Type.Q4_0, 64, Type.Q4_0),
+        (Type.F16, 40, Type.F16),
+    ],
+    ids=str,
+)
+def test_only_larger_blocks_are_rounded(stored: Any, width: int, kept: Any) -> None:
+    tensor = StoredTensor("blk.0.ffn_up.weight", (16, width), stored, 0, 0)
+    assert choose_type(tensor, Type.Q4_0) == kept
+    assert choose_type(tensor, None) == stored
 
 
 @needs_kernels

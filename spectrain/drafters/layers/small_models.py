@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -33,6 +34,10 @@ from spectrain.models.target import SmallModelOrigin, Target
 # constant.
 MAX_SIZE_RATIO = 2
 MAX_EXTRA_PARAMETERS = 50_000_000
+Blocks = Literal["gguf", "q4_0"]
+"""The blocks in which weights of a GGUF file stay: its own, or those of 4 bits."""
+ROUNDED_TYPES = {"gguf": None, "q4_0": GGMLQuantizationType.Q4_0}
+"""The types to which weights of more bits are rounded."""
 
 
 def own_model(drafter: SmallModelDrafter) -> Target:
@@ -55,12 +60,12 @@ class SmallModelDrafter(Drafter):
         num_layers: int | None,
         model: str | None,
         architecture: dict[str, Any] | None,
-        keep_blocks: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
         """Add the model of `make_small_model`. The saved description needs neither the target's
         layers nor another directory.
         """
-        self.model = make_small_model(target, num_layers, model, architecture, keep_blocks)
+        self.model = make_small_model(target, num_layers, model, architecture, blocks)
         self.starts_trained = architecture is None
         description = self.model.saved_config.to_diff_dict()
         settings = {"architecture": description, "num_layers": None, "model": None}
@@ -112,13 +117,13 @@ def make_small_model(
     num_layers: int | None,
     model: str | None,
     architecture: dict[str, Any] | None,
-    keep_blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> Target:
     """Make a trainable model with the target's tokenizer.
 
     Its source is one of `num_layers` layers of the target, by default a quarter; a directory, a
-    GGUF file or a name on the hub; and a transformers configuration. With `keep_blocks` the weights
-    of a GGUF file stay in their blocks, which cannot be trained.
+    GGUF file or a name on the hub; and a transformers configuration. With `blocks` the weights of a
+    GGUF file stay in blocks, which cannot be trained.
     """
     settings = {"num_layers": num_layers, "model": model, "architecture": architecture}
     given = [key for key, value in settings.items() if value is not None]
@@ -131,7 +136,7 @@ def make_small_model(
     if own is not None:
         return own.requires_grad_(True)
     if model is not None:
-        inner: Any = load_matching_model(model, target, keep_blocks)
+        inner: Any = load_matching_model(model, target, blocks)
     elif architecture is not None:
         inner = init_model(architecture, target)
     else:
@@ -246,10 +251,9 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_matching_model(path: str, target: Target, keep_blocks: bool = False) -> nn.Module:
+def load_matching_model(path: str, target: Target, blocks: Blocks | None = None) -> nn.Module:
     """Load a model whose tokenizer is the target's, from a directory, a GGUF file or the hub."""
-    blocks_dtype = target.dtype if keep_blocks else None
-    model, tokenizer = load_model_files(path, blocks_dtype)
+    model, tokenizer = load_model_files(path, blocks, target.dtype)
     check_tokenizer(tokenizer, target.tokenizer, path)
     return model
 
@@ -260,19 +264,21 @@ def names_gguf_file(model: str) -> bool:
 
 
 def load_model_files(
-    path: str, blocks_dtype: torch.dtype | None = None
+    path: str, blocks: Blocks | None = None, blocks_dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a model in float32 and its tokenizer, from a directory, a GGUF file, which may have a
-    name here, or the hub. With `blocks_dtype` the weights of a GGUF file stay in their blocks,
-    which are multiplied by inputs in 8 bits, and all else has that type.
+    name here, or the hub. With `blocks` the weights of a GGUF file stay in blocks, which are
+    multiplied by inputs in 8 bits, and all else has the type `blocks_dtype`.
     """
     if names_gguf_file(path):
         gguf = Path(locate_model(path, "drafter.model")).expanduser()
         settings = convert_gguf(gguf, None, "drafter.model")
-        if blocks_dtype is None:
+        if blocks is None:
             network = load_gguf_network(gguf, "drafter.model", torch.float32)
         else:
-            network = load_block_network(gguf, "drafter", blocks_dtype, in_bytes=True)
+            network = load_block_network(
+                gguf, "drafter", blocks_dtype, in_bytes=True, rounded=ROUNDED_TYPES[blocks]
+            )
         return network, AutoTokenizer.from_pretrained(settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

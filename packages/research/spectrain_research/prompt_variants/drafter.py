@@ -176,7 +176,9 @@ class PromptVariants(Causal):
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         for reader in self.readers:
-            Causal.commit(reader, context, accepted)
+            assert reader.cache is not None
+            # The root is run again, because the variant's text is not that of the context.
+            reader.cache.roll_back(committed=1)
 
     def rewind(self, lengths: Tensor) -> None:
         raise UserError(
