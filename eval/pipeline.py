@@ -32,6 +32,9 @@ from spectrain.eval.summary import (
 from spectrain.files import write_text
 from spectrain.output.verbosity import result_output
 
+UNKNOWN_DTYPE = "the server's"
+"""The dtype in the setting of a score on a server, which does not say it."""
+
 
 @dataclass
 class Answers:

@@ -24,6 +24,7 @@ ROOMS = {
     "packages/cpu": ("packages/cpu/spectrain_cpu", "spectrain_cpu"),
     "packages/research": ("packages/research/spectrain_research", "spectrain_research"),
     "packages/serve": ("packages/serve/spectrain_serve", "spectrain_serve"),
+    "packages/studies": ("packages/studies/spectrain_studies", "spectrain_studies"),
 }
 """Room -> its folder, and the name that its modules are imported by."""
 WALKS = (

@@ -63,17 +63,24 @@ MISSING = {
     "tree=sequoia": ["train", "recipe=eagle3", "tree=sequoia"],
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
+    "server=vllm": ["data", "regenerate", "target=tiny", "out=x", "server=vllm"],
+    "source=server": ["train", "recipe=eagle3", "target=tiny", "source=server"],
     "server=spectrain": ["data", "regenerate", "target=tiny", "out=x", "server=spectrain"],
     "`spectrain export drafter=ngram`": ["export", "drafter=ngram", "format=vllm", "out=x"],
     "format=gguf": ["export", "target=tiny", "format=gguf", "out=x"],
     "`spectrain follow`": ["follow", "run=runs/NAME", "server=vllm"],
     "`spectrain serve`": ["serve", "run=runs/NAME"],
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
-    "`spectrain eval` with a server": ["eval", "server=vllm", "eval.limit=1"],
+    "`spectrain data audit`": ["data", "audit", "target=tiny"],
+    "`spectrain compare`": ["compare", "target=tiny"],
+    "`spectrain plan`": ["plan", "recipe=eagle3", "target=tiny"],
+    "`spectrain eval` with a server": ["eval", "serve=true", "eval.limit=1"],
     "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
     "eval.concurrency": ["eval", "drafter=ngram", "target=tiny", "eval.concurrency=[1,4]"],
 }
 SERVE = (
+    "server=vllm",
+    "source=server",
     "server=spectrain",
     "format=gguf",
     "`spectrain export drafter=ngram`",
@@ -84,6 +91,7 @@ SERVE = (
     "eval.serve_in",
     "eval.concurrency",
 )
+STUDIES = ("`spectrain data audit`", "`spectrain compare`", "`spectrain plan`")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +119,6 @@ def test_torch_computes_without_packages(report: dict[str, Any]) -> None:
 def test_what_is_missing_is_named_with_its_package(report: dict[str, Any]) -> None:
     """One sentence says where it is, and the exit status is that of a mistake in the command."""
     for shown, answer in zip(MISSING, report["answers"], strict=True):
-        name = "serve" if shown in SERVE else "research"
+        name = "serve" if shown in SERVE else "studies" if shown in STUDIES else "research"
         package = f"pip install spectrain-{name} (in a checkout: pip install packages/{name})"
         assert answer == [2, f"spectrain: {shown} is in spectrain-{name}: {package}\n"]

@@ -217,7 +217,6 @@ def check_killed_trainer(rig: FaultRig) -> str | None:
 def make_follower(folder: Path) -> Any:
     """Return a loop without a server."""
     from spectrain.config.spec import RunSpec
-    from spectrain.servers.settings import EngineSettings
     from spectrain_serve.engines.own import OwnServer
     from spectrain_serve.follow.follower import TrafficFollower
     from spectrain_serve.follow.proxy import Recorder
@@ -225,6 +224,7 @@ def make_follower(folder: Path) -> Any:
     from spectrain_serve.follow.state import ActiveDrafter, FollowFolder
     from spectrain_serve.follow.swap import DrafterSwapper
     from spectrain_serve.follow.upstream import UpstreamSwitch
+    from spectrain_serve.servers.settings import EngineSettings
 
     files = FollowFolder(folder)
     settings = FollowSettings()

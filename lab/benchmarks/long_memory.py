@@ -29,10 +29,10 @@ from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
 from spectrain.files import write_text
 from spectrain.models.loading import load_hf
-from spectrain.planning.footprint import Models, bytes_of, peak_memory
-from spectrain.planning.workload import batch_shape
 from spectrain.provenance import collect_provenance
 from spectrain.training.trainer import Trainer
+from spectrain_studies.planning.footprint import Models, bytes_of, peak_memory
+from spectrain_studies.planning.workload import batch_shape
 
 from .command import run_benchmark
 

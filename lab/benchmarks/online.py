@@ -24,11 +24,11 @@ from spectrain.drafters import step_cost
 from spectrain.features.live_source import LiveSource
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
-from spectrain.planning import footprint
-from spectrain.planning.footprint import Models, bytes_of, peak_memory
-from spectrain.planning.operations import flops_per_token
-from spectrain.planning.workload import batch_shape
 from spectrain.training.trainer import Trainer
+from spectrain_studies.planning import footprint
+from spectrain_studies.planning.footprint import Models, bytes_of, peak_memory
+from spectrain_studies.planning.operations import flops_per_token
+from spectrain_studies.planning.workload import batch_shape
 
 from .command import run_benchmark
 from .engine import TOY as TOY_ENGINE

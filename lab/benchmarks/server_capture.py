@@ -9,7 +9,7 @@ It captures random token sequences whose lengths lie around the engine's blocks,
 the embedded data at many requests at a time, and greedy answers with their prompts. Each state is
 compared with the same layer of the target: the largest relative error of a state, by layer.
 Distances of the server's next token from the largest logit are in roundings, as
-`spectrain.features.server_states` limits them.
+`spectrain_serve.training.server_states` limits them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from lab.benchmarks.command import run_benchmark
 from spectrain.data.readers import EmbeddedReader
-from spectrain.features.server_states import measure_gaps
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.servers.base import Completion, CompletionRequest
-from spectrain.servers.vllm import VllmServer, VllmSettings
+from spectrain_serve.servers.base import Completion, CompletionRequest
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
+from spectrain_serve.training.server_states import measure_gaps
 
 BLOCK_LENGTHS = (1, 5, 40, 127, 128, 129, 200, 255, 256, 257, 300, 500)
 

@@ -1,31 +1,35 @@
-"""`spectrain train --dry-run`: loads and checks what a training reads, plans it, and shows samples
-with their loss masks. It trains and writes nothing.
+"""`spectrain train --dry-run`: loads and checks what a training reads, prints the plan of an
+installed package, and shows samples with their loss masks. It trains and writes nothing.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from spectrain.config.installed import load_entry_points
+from spectrain.config.missing import explain_missing
 from spectrain.config.spec import RunSpec
 from spectrain.data.inspect import format_example, format_legend
 from spectrain.output.console import make_console
-from spectrain.planning.plan import Plan
 from spectrain.runs.drafters import apply_init_shape
 from spectrain.runs.train import check_is_new
 
 NUM_SAMPLES = 3
+PLAN = "plan"
+"""The entry points `spectrain.plan`: functions that print the plan of a training."""
 
 
-def dry_run(spec: RunSpec, plan: Any) -> None:
+def dry_run(spec: RunSpec) -> None:
     """Print the plan of a training and its first samples; a mistake ends as in the training."""
     spec = apply_init_shape(spec)
     if spec.run is not None and spec.resume is None:
         check_is_new(Path(spec.run))
-    # Hours need timed steps, which are `spectrain plan`'s.
-    planner: Plan = plan.with_settings(calibrate=False).build()
-    planner.run(spec)
+    planners = load_entry_points(PLAN)
+    for print_plan in planners:
+        print_plan(spec)
+    if not planners:
+        print(explain_missing("group.", PLAN, "the plan of a training"))
     reader = spec.data.build()
     reader.load_conversations()
     evaluation = spec.eval.build()

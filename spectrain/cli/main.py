@@ -158,7 +158,7 @@ def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
     check_words(name, words)
     check_drafters(name, words)
     if is_dry:
-        return compose_and_call("plan", dry_run_command, words)
+        return compose_and_call(config, dry_run_command, words)
     compose_and_call(config, print_settings if prints else COMMAND_TASKS[name], words)
 
 
@@ -273,26 +273,13 @@ def call_with_spec(path: str, *keys: str) -> Task:
     return run
 
 
-def plan_command(config: Any) -> None:
-    register_resolvers = lazy_import("config.build.register_resolvers")
-    # Recipes depend on the planned device.
-    register_resolvers(str(config.plan.get("device", "auto")))
-    try:
-        spec, settings = read_command_run(config, "plan")
-        with result_output():
-            settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
-    finally:
-        # Whatever this process composes next is for its own device.
-        register_resolvers()
-
-
 def print_settings(config: Any) -> None:
     lazy_import("cli.print_config.print_config")(config)
 
 
 def dry_run_command(config: Any) -> None:
-    spec, settings = read_command_run(config, "plan")
-    lazy_import("cli.dry_run.dry_run")(spec, settings["plan"])
+    spec, _ = read_command_run(config)
+    lazy_import("cli.dry_run.dry_run")(spec)
 
 
 def check_launch() -> None:
@@ -342,28 +329,6 @@ def evaluate_command(config: Any) -> None:
             lazy_import("cli.next_steps.print_after_score")(folder, spec.evaluation_name)
 
 
-def compare_command(config: Any) -> None:
-    spec, settings = read_command_run(config, "compare", "recipes", "runs")
-    print_json(lazy_import("eval.compare.compare")(spec, **settings))
-
-
-def audit_command(config: Any) -> None:
-    settings = read_command(config, ("target", "data", "eval", "json"))
-    evaluation = settings["eval"]
-    names = ("prompts", "limit", "categories")
-    selected = lazy_import("eval.prompts.read_prompts")(
-        *(evaluation.get(name) for name in names)
-    ).prompts
-    texts = [
-        lazy_import("data.images.content_text")(turn)
-        for prompt in selected
-        for turn in prompt.turns
-    ]
-    lazy_import("data.audit.audit_command")(
-        settings["target"], settings["data"], settings["json"], texts
-    )
-
-
 def chat_command(config: Any) -> None:
     settings = lazy_import("config.build.to_containers")(config)
     chat = read_command({"chat": settings.pop("chat")}, ("chat",))["chat"]
@@ -388,12 +353,9 @@ def completion_command(words: list[str]) -> None:
 
 CORE_TASKS: Mapping[str, Task] = {
     "train": train_command,
-    "plan": plan_command,
     "eval": evaluate_command,
-    "compare": compare_command,
     "chat": chat_command,
     "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
-    "data audit": audit_command,
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
         "regeneration.command.regenerate_command",

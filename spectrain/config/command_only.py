@@ -66,8 +66,6 @@ COMMAND_ONLY = (
     ),
     CommandOnlySetting("tracker", ALL, "sends", "sends a run to an account"),
     CommandOnlySetting("writer", ALL, "sends", "chooses who writes answers"),
-    CommandOnlySetting("plan", ALL, "writes", "writes a file"),
-    CommandOnlySetting("compare", ALL, "writes", "trains and writes other run folders"),
     CommandOnlySetting("regenerate", ALL, "writes", "writes a data set"),
     CommandOnlySetting("chat", ALL, "sends", "chooses how a chat begins"),
     CommandOnlySetting("hydra", ALL, "starts a process", "chooses launchers, sweepers and folders"),

@@ -1,11 +1,8 @@
-"""The layouts in which engines read a drafter, and the launches of engines with it."""
+"""The layout in which an engine reads a drafter, and the launches of engines with it."""
 
 from __future__ import annotations
 
-from spectrain.config.spec import RunSpec
-from spectrain.drafters.base import Drafter
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.engines import ENGINES
 
 from .layout import DrafterCheckpoint, Layout
 from .layouts import LAYOUTS, load_layout
@@ -49,18 +46,3 @@ def engine_target(
         if drafter.trained_target is not None and not drafter.is_target
         else target.engine_path
     )
-
-
-def describe_launches(spec: RunSpec, drafter: Drafter) -> dict[str, EngineLaunch]:
-    """Return, by engine, its launch with a recipe's drafter, which exists without weights; its
-    folder stands as DRAFTER.
-    """
-    target = TargetFiles.from_settings(spec.target.node, with_weights=False)
-    settings = {**spec.drafter.with_defaults(), **drafter.saved.settings}
-    checkpoint = DrafterCheckpoint(str(spec.drafter.choice), settings, dict(drafter.state_dict()))
-    layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
-    return {
-        name: make_launches(checkpoint, layout, target, "DRAFTER")[name]
-        for name, layout in layouts.items()
-        if layout is not None
-    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from spectrain.data.chat import Example
@@ -15,7 +16,6 @@ from spectrain.data.image_processor import refuse_images
 from spectrain.errors import RunError
 from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
-from spectrain.servers.base import Server
 
 from .batch import Batch, collate
 
@@ -70,6 +70,35 @@ class FeatureCache(ABC):
 
     def flush(self) -> None:
         """Write the pending states to disk."""
+
+
+class StateCapture(ABC):
+    """Sequences whose states a server computes for a store."""
+
+    # The server and what it serves, as the manifest of the store names them.
+    engine: str
+    # File in the store's folder that names the sequences that failed, with the reasons.
+    failure_file: str
+
+    @abstractmethod
+    def fill_store(
+        self, store: FeatureCache, accelerator: Accelerator, examples: list[Example]
+    ) -> None:
+        """Capture this process's share of the sequences that the store lacks; raise a RunError if
+        nothing succeeds any more.
+        """
+
+
+class FeatureServer(ABC):
+    """A running engine that computes features. An installed package has the engines."""
+
+    @abstractmethod
+    def start_capture(
+        self, target: Target, layers: tuple[Layer, ...], examples: list[Example]
+    ) -> StateCapture:
+        """Check that the server computes the states of these layers for such examples, before
+        anything is written; raise a UserError if it does not.
+        """
 
 
 @dataclass(frozen=True)
@@ -143,7 +172,7 @@ class Source(ABC):
         """
         return None
 
-    def use_server(self, server: Server) -> None:
+    def use_server(self, server: FeatureServer) -> None:
         """Receive the server, if the source needs one."""
 
     def request_ahead(self, examples: list[Example]) -> None:

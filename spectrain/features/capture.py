@@ -5,18 +5,14 @@
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from spectrain.config.spec import RunSpec
-from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
 
-from .base import BatchRequest, FeaturesRead, Source
-from .server_capture import FAILURE_FILE, StoreFiller, record_failures
-from .server_states import StateRequester
+from .base import BatchRequest, FeatureServer, FeaturesRead, Source, StateCapture
 from .store import FeatureStore
 from .store_contents import format_layers
 from .stored_source import StoredSource
@@ -55,10 +51,11 @@ def capture_features(spec: RunSpec) -> None:
     stage = drafter.stages[0]
     layers = stage.layers
     reads = FeaturesRead(layers, stage.final_reach)
-    requester = None
+    capture: StateCapture | None = None
     if spec.server:
-        requester = StateRequester(spec.server.build(), target, layers)
-        source.engine = requester.connect(dataset.examples)
+        server: FeatureServer = spec.server.build()
+        capture = server.start_capture(target, layers, dataset.examples)
+        source.engine = capture.engine
     message = source.prepare(target, reads, dataset.examples)
     store = source.writable_store()
     if store is None:
@@ -68,7 +65,7 @@ def capture_features(spec: RunSpec) -> None:
         )
     if accelerator.is_main_process:
         print(message, flush=True)
-    if requester is None:
+    if capture is None:
         batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
         run_batches(
             source,
@@ -77,10 +74,12 @@ def capture_features(spec: RunSpec) -> None:
             [BatchRequest(batch, target, layers, trainer.packing) for batch in batches],
         )
     else:
-        request_sequences(requester, store, accelerator, dataset.examples)
+        capture.fill_store(store, accelerator, dataset.examples)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
-        reasons = f"; {store.path / FAILURE_FILE} has the reasons" if requester is not None else ""
+        reasons = (
+            "" if capture is None else f"; {store.path / capture.failure_file} has the reasons"
+        )
         raise RunError(
             f"source.path={store.path}: {missing} sequences are still missing{reasons}; run the "
             "same command again"
@@ -102,29 +101,6 @@ def run_batches(
         remaining[0].target.pack_weights()
     own_requests = remaining[accelerator.process_index :: accelerator.num_processes]
     fill_store(source, own_requests, shows_progress=accelerator.is_main_process)
-
-
-def request_sequences(
-    requester: StateRequester,
-    store: FeatureStore,
-    accelerator: Accelerator,
-    examples: list[Example],
-) -> None:
-    """Capture this process's share of the missing sequences from the server, and record those
-    that fail.
-    """
-    _, missing = store.list_distinct(examples)
-    accelerator.wait_for_everyone()
-    filler = StoreFiller(requester, store, shows_progress=accelerator.is_main_process)
-    try:
-        filler.fill_store(missing[accelerator.process_index :: accelerator.num_processes])
-    finally:
-        print(filler.summary_line, flush=True)
-    gathered: list[dict[str, str]] = gather_object([filler.failed])
-    if accelerator.is_main_process:
-        record_failures(
-            {key: reason for failed in gathered for key, reason in failed.items()}, examples, store
-        )
 
 
 def fill_store(source: Source, requests: list[BatchRequest], shows_progress: bool) -> None:

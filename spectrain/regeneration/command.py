@@ -1,5 +1,6 @@
 """The command `spectrain data regenerate`: it chooses who writes the answers."""
 
+from functools import partial
 from pathlib import Path
 
 from spectrain.config.build import GroupSpec
@@ -14,18 +15,10 @@ from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_drafter, load_weights
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
-from .capture import (
-    CapturingWriter,
-    check_captured,
-    find_captured_stage,
-    list_engine_settings,
-    make_capturing_writer,
-    open_states,
-)
+from .capture import check_captured, find_captured_stage, list_engine_settings, open_states
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
-from .server import ServerWriter
-from .writers import AnswerWriter, EngineWriter, collect_prompts
+from .writers import AnswerServer, AnswerWriter, EngineWriter, collect_prompts
 
 
 def regenerate_command(
@@ -80,7 +73,7 @@ def regenerate_command(
     settings.run(folder, reader, sampler, answers)
 
 
-def make_server_writer(spec: RunSpec, writer: GroupSpec, sampling: Sampling) -> ServerWriter:
+def make_server_writer(spec: RunSpec, writer: GroupSpec, sampling: Sampling) -> AnswerWriter:
     """Return the writer that requests answers of a server; a UserError names a setting that the
     server has no use for.
     """
@@ -88,7 +81,8 @@ def make_server_writer(spec: RunSpec, writer: GroupSpec, sampling: Sampling) -> 
         raise UserError(
             f"{key}: the server has its own model, which server.model names; leave {key} out"
         )
-    return ServerWriter(sampling, spec.server.build())
+    server: AnswerServer = spec.server.build()
+    return server.make_writer(sampling)
 
 
 def make_engine_writer(
@@ -155,17 +149,29 @@ def regenerate_and_capture(
     Of our own engine, continuous batches give the states of what they decode; the target runs what
     they did not.
     """
-    answers: CapturingWriter | EngineWriter
+    answers: AnswerWriter
     if spec.server:
-        answers = make_capturing_writer(spec, writer, settings, sampling, data, folder)
+        for key in list_engine_settings(spec, writer):
+            if key != "target":
+                raise UserError(f"{key}: the server writes the answers; leave {key} out")
+        target: Target = spec.target.build()
+        stage = find_captured_stage(spec, target)
+        server: AnswerServer = spec.server.build()
+        answers = server.make_capturing_writer(
+            sampling,
+            target,
+            stage,
+            partial(open_states, spec, target, stage, data, folder),
+            settings.make_calibration_rows(data),
+        )
     elif spec.run is not None:
         raise UserError(
             f"run={spec.run}: answers are captured without a drafter; leave run or capture=true out"
         )
     else:
-        answers = make_engine_writer(writer, spec, sampling, settings, data)
-        stage = find_captured_stage(spec, answers.target)
-        answers.states = open_states(spec, answers.target, stage, data, folder)
+        answers = engine = make_engine_writer(writer, spec, sampling, settings, data)
+        stage = find_captured_stage(spec, engine.target)
+        engine.states = open_states(spec, engine.target, stage, data, folder)
     assert answers.states is not None
     try:
         settings.run(folder, data, sampling, answers)

@@ -1,5 +1,6 @@
-"""Writers of regenerated answers: the target in this process, which decodes batches. `server.py`
-requests answers of a server."""
+"""Writers of regenerated answers: the target in this process, which decodes batches, and the
+contract of servers that write them.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import EngineChoice, Session, require_capture
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, Stage
 from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.target import Target
@@ -30,6 +31,9 @@ OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
 class AnswerWriter(ABC):
     """Answers the conversations of shards."""
 
+    # Takes the states of answers while they are written; None captures none.
+    states: AnswerStates | None = None
+
     @abstractmethod
     def recorded_settings(self) -> dict[str, Any]:
         """Return the settings that determine the answers, by their command-line names."""
@@ -41,6 +45,33 @@ class AnswerWriter(ABC):
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         """Take shards one by one, when there is capacity, and pass on each conversation once it
         is answered or has failed.
+        """
+
+    def complete_store(self, folder: Path) -> str:
+        """Capture what a finished set lacks of its states; return a sentence with the counts."""
+        assert self.states is not None, "nothing is captured"
+        return self.states.complete_store(folder)
+
+
+class AnswerServer(ABC):
+    """A running engine that writes answers. An installed package has the engines."""
+
+    @abstractmethod
+    def make_writer(self, sampling: Sampling) -> AnswerWriter:
+        """Return the writer that requests answers."""
+
+    @abstractmethod
+    def make_capturing_writer(
+        self,
+        sampling: Sampling,
+        target: Target,
+        stage: Stage,
+        open_states: Callable[[str], AnswerStates],
+        # Conversations on which the server is checked first.
+        rows: list[PendingRow],
+    ) -> AnswerWriter:
+        """Return the writer that also captures the states that a stage reads, after a check of the
+        server; `open_states` opens the store, with the server's name.
         """
 
 
@@ -69,15 +100,8 @@ class EngineWriter(AnswerWriter):
             raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
         require_template(target.template)
         self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
-        # Takes the states of answers while they are written; None captures none.
-        self.states: AnswerStates | None = None
         self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)
         require_capture(self.session, "writer.engine")
-
-    def complete_store(self, folder: Path) -> str:
-        """Capture what a finished set lacks of its states; return a sentence with the counts."""
-        assert self.states is not None, "nothing is captured"
-        return self.states.complete_store(folder)
 
     def recorded_settings(self) -> dict[str, Any]:
         dtype = str(self.target.dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""Programs that run the target and answer over HTTP, such as vLLM."""
+"""Engines as model cards and plans name them: their commands, and what is known of them."""

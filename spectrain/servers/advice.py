@@ -34,7 +34,7 @@ class EngineAdvice(ABC):
     @abstractmethod
     def recommend_drafters(self, runs: Sequence[Any]) -> list[dict[str, str]]:
         """Return a recommendation for each measurement of the target of scored runs
-        (`spectrain.eval.comparison.ScoredRun`); [] if there are none.
+        that `spectrain compare` reads; [] if there are none.
         """
 
 

@@ -1,4 +1,4 @@
-"""`spectrain train --dry-run` checks, plans and shows, and leaves nothing behind."""
+"""`spectrain train --dry-run` checks and shows, and leaves nothing behind."""
 
 import sys
 from pathlib import Path
@@ -16,12 +16,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 def test_samples_are_shown_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan comes before three samples, and the folder stays empty."""
+    """Three samples are printed, and the folder stays empty."""
     monkeypatch.chdir(tmp_path)
     run(monkeypatch, "recipe=medusa1", "target=tiny", "data.limit=4", "eval=none", "run=new")
     printed = capsys.readouterr().out
     assert [printed.count(f"sample {number}: ") for number in (1, 2, 3, 4)] == [1, 1, 1, 0]
-    assert printed.index("GB") < printed.index("sample 1: ")
     assert "nothing was trained or written" in printed
     assert list(tmp_path.iterdir()) == []
 

@@ -60,10 +60,6 @@ def test_a_drafter_of_it_is_trained_and_scored(trained: Path) -> None:
     assert summary["setting"]["target"] == "small-q8_0"
 
 
-def test_it_is_planned(file: Path) -> None:
-    assert "fits in" in run("plan", "recipe=eagle3", "target=hf", f"target.model={file}")
-
-
 def test_its_drafter_is_linted_exported_and_scored(trained: Path, file: Path) -> None:
     for name in select_formats("vllm", "gguf"):
         run("export", f"run={trained}", f"format={name}", f"out={trained.parent / name}")

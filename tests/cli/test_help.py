@@ -152,7 +152,7 @@ def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
     assert "target.model=???" in help.explain_command("train", ["target=hf"], "all")
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "data store", "bench train"])
+@pytest.mark.parametrize("name", ["train", "data store", "bench train"])
 def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None:
     """Nobody trains with the constructor's rate where every recipe has another; of a drafter
     alone its own are shown.

@@ -212,7 +212,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "None for null": (train_words("data.limit=None"), ("data.limit=None", "write null")),
     "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
     "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
-    "flag misspelt": (("plan", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
+    "flag misspelt": (("train", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
     "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
     "no folder of configurations": (
@@ -358,7 +358,6 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ("plan recipe=a --json", ["recipe=a", "plan.json=true"]),
         ("chat run=a --once It's=5", ["run=a", "chat.once='It\\'s=5'"]),
         ("convert a b --to vllm", ["run='a'", "out='b'", "format='vllm'"]),
         (

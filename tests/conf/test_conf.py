@@ -20,17 +20,14 @@ from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
 from spectrain.export.quantization import WeightQuantization
 from spectrain.features.base import Source
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
-from spectrain.planning.plan import Plan
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.writers import AnswerWriter
 from spectrain.runs.defaults import resolve_eval_spec
-from spectrain.servers.base import Server
 from spectrain.training.adapters import LoraAdapter
 from spectrain.training.metrics import Tracker
 from spectrain.training.settings import Schedule, UpdateRule
@@ -43,14 +40,14 @@ TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 # Cases of installed packages.
 CASES = load_cases(__name__)
 KINDS: dict[str, type] = {
-    "target": Target, "drafter": Drafter, "source": Source, "server": Server,
+    "target": Target, "drafter": Drafter, "source": Source,
     "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker,
     "writer": AnswerWriter,
-    "compare": Comparison, 
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
     "quantize": WeightQuantization,
+    **CASES.get("KINDS", {}),
     **CASES.get("APART", {}),
 }  # fmt: skip
 FILES = sorted(
@@ -62,7 +59,6 @@ FILES = sorted(
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = (
     "writer",
-    "compare",
     "quantize",
     *CASES.get("APART", ()),
 )  # groups of other commands than most
@@ -148,7 +144,7 @@ def test_choices_compose_and_build(
         word for pair in choices for word in ("=".join(pair), *required_settings.get(pair, []))
     ]
     drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
-    checked = resolve(compose_settings("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
+    checked = resolve(compose_settings("train", *drafter, *overrides), RUN_KEYS)
     for group, choice in choices:
         assert_builds(checked, group, choice, request)
 
@@ -162,7 +158,7 @@ def test_choice_of_another_command_composes_and_builds(
 ) -> None:
     """The same for what `data regenerate`, `compare` and commands of packages choose."""
     command = {"writer": "regenerate", "quantize": "export"}.get(group, group)
-    drafter = ["drafter=ngram"] if command == "bench" else []
+    drafter = ["drafter=ngram"] if command in ("bench", "plan") else []
     config = compose_settings(
         command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), [])
     )
@@ -211,9 +207,7 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = resolve(
-        compose_settings("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"]
-    )
+    checked = resolve(compose_settings("train", f"recipe={recipe}", "target=tiny"), RUN_KEYS)
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "server", "adapter", "tracker", *APART):
             assert isinstance(checked[group].build(), kind)
@@ -271,15 +265,6 @@ def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
     checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
     assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
-
-
-def test_audit_composes() -> None:
-    """The configuration of `data audit` passes its check."""
-    checked = resolve(
-        compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
-        ("target", "data", "eval", "json"),
-    )
-    assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
 
 
 def test_regenerate_composes() -> None:

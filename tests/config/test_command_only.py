@@ -43,8 +43,6 @@ from spectrain.features.store_contents import StoreContents
 from spectrain.models.checkpoint_files import INDEX_FILE, CheckpointFiles
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_description
-from spectrain.servers.base import ServerError
-from spectrain.servers.vllm import VllmServer, VllmSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 # Choices whose group a value can be saved in.
@@ -282,18 +280,3 @@ def test_an_index_of_a_store_names_its_own_shard(tmp_path: Path) -> None:
     (store / "features-0.json").write_text(json.dumps(index))
     FeatureStore(store, StoreContents.__new__(StoreContents), repair=True)
     assert victim.read_text() == "mine"
-
-
-def test_a_server_cannot_name_any_file_as_states(tmp_path: Path) -> None:
-    server = VllmServer(VllmSettings(url="http://127.0.0.1:1/v1"))
-    for name in (
-        "/etc/passwd",
-        "/tmp/../etc/x.safetensors",
-        str(Path.home() / "model.safetensors"),
-        "states.bin",
-    ):
-        with pytest.raises(ServerError, match="outside of"):
-            server.find_states_file(name)
-    assert server.find_states_file("/tmp/spectrain-states-1/x.safetensors").name == "x.safetensors"
-    own = VllmServer(VllmSettings(url="http://127.0.0.1:1/v1", states_folder=str(tmp_path)))
-    assert own.find_states_file("/etc/x.safetensors") == tmp_path / "x.safetensors"

@@ -16,15 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.config.choices import check_encodings, load_yaml, read_header
 from spectrain.config.plain_files import read_json, read_yaml
-from spectrain.data.audit import audit_sources
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.chat_template import ChatTemplate
-from spectrain.data.hygiene import PromptIndex
 from spectrain.data.mixture import MixReader
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.data.stream import StreamReader
 from spectrain.data.text import TextReader
-from spectrain.data.tokens import TokensReader, parse_tokens
+from spectrain.data.tokens import TokensReader
 from spectrain.errors import UserError
 from spectrain.files import read_text
 from spectrain.models.bundled import TINY_DIRECTORY
@@ -74,8 +72,8 @@ def write_rows(path: Path, *rows: Any) -> str:
 def test_a_refused_conversation_is_named(
     name: str, bad: dict[str, Any], words: str, tmp_path: Path, template: ChatTemplate
 ) -> None:
-    """By file and line, or row of a table, in training, in a mixture, in the audit and where its
-    answer is written.
+    """By file and line, or row of a table, in training, in a mixture and where its answer is
+    written.
     """
     path = tmp_path / name
     rows = [CHAT, CHAT, CHAT, bad, CHAT]
@@ -93,8 +91,6 @@ def test_a_refused_conversation_is_named(
     with pytest.raises(UserError) as raised:
         mixture.make_dataset(template)
     assert str(raised.value).startswith(f"data.sources[1]: {where}")
-    (audit,) = audit_sources(JsonlReader(str(path)), template, None, PromptIndex([]))
-    assert audit.counts["unusable"] == 1 and audit.reasons[0].startswith(where)
     conversation = JsonlReader(str(path)).load_conversations()[3]
     with pytest.raises(UserError) as raised:
         tokenize_prompt(template, conversation.up_to(len(conversation.messages) - (bad is SYSTEM)))
@@ -123,8 +119,6 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path, template: ChatTempl
     path = write_rows(tmp_path / "rows.jsonl", row, {**row, "input_ids": [5, 10**6, 7]})
     with pytest.raises(UserError, match=r"rows\.jsonl, line 2: it holds the token id 1000000"):
         TokensReader(path).make_dataset(template)
-    (audit,) = audit_sources(TokensReader(path), template, None, PromptIndex([]))
-    assert audit.counts["unusable"] == 1 and "line 2: it holds the token id" in audit.reasons[0]
 
 
 def test_a_text_with_a_token_that_has_no_embedding_is_named(
@@ -258,23 +252,3 @@ def test_masks_and_positions_that_cannot_be_used(
     )
     with pytest.raises(UserError, match=rf"rows\.jsonl, line 1: .*{words}"):
         TokensReader(path).load_conversations()
-
-
-def test_columns_that_nothing_reads_are_counted(tmp_path: Path, template: ChatTemplate) -> None:
-    """Positions that count up are right and not used; those of padding may be anything."""
-    row = {
-        "input_ids": [0, 5, 6],
-        "attention_mask": [0, 1, 1],
-        "labels": [-100, 5, 6],
-        "position_ids": [1, 0, 1],
-        "weight": 2,
-    }
-    reader = TokensReader(
-        write_rows(
-            tmp_path / "rows.jsonl", row, {**row, "token_type_ids": [0, 0, 0], "weight": None}
-        )
-    )
-    (audit,) = audit_sources(reader, template, None, PromptIndex([]))
-    names = {"position_ids": 2, "weight": 1, "token_type_ids": 1}
-    assert audit.unread == {f"column '{name}' of a row": count for name, count in names.items()}
-    assert audit.counts["tokens"] == 4 and parse_tokens(row, "row 1").tokens == [5, 6]

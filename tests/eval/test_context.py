@@ -14,7 +14,6 @@ from spectrain.errors import UserError
 from spectrain.eval.context import ContextFiller, ContextMethod, format_length, parse_length
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.prompts import Prompt, read_prompts
-from spectrain.eval.report import position_table
 from spectrain.eval.run import Evaluation
 from spectrain.export.card import warn_of_long_texts
 from spectrain.export.trained_length import describe_trained_length, range_start
@@ -165,28 +164,3 @@ def test_a_drop_beyond_the_trained_length_is_stated() -> None:
     warning = warn_of_long_texts({"a": short})[1]
     assert "not scored beyond" in warning and "eval.context=[4096]" in warning
     assert warn_of_long_texts({"a": {"setting": {"training": None}}}) == []
-
-
-def test_a_comparison_has_a_table_by_position() -> None:
-    """It has a column for each range that occurs, and is left out without long texts."""
-    group = {"acceptance_length": 2.0, "rounds": 3, "tokens": 6, "ci95": [1.5, 2.5]}
-    rows = [
-        {
-            "label": "a",
-            "systems": [{"label": "chain", "by_text_position": {"0-1k": group, "4k-8k": group}}],
-        }
-    ]
-    table = position_table(rows)
-    assert table is not None and [column.header for column in table.columns] == [
-        "drafter",
-        "tree",
-        "0-1k",
-        "4k-8k",
-    ]
-    assert [*table.columns[2].cells] == ["2.00\n1.50 to 2.50"]
-    assert (
-        position_table(
-            [{"label": "a", "systems": [{"label": "chain", "by_text_position": {"0-1k": group}}]}]
-        )
-        is None
-    )

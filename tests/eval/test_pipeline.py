@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, judge_speedup
@@ -105,12 +104,6 @@ def test_every_source_gets_the_same_files_summary_and_table(
     assert summary["list"] == {"answers": 3} and summary["bounds"] == {}
     printed = capsys.readouterr().out
     assert "list on listed: 3 prompts, 9 tokens" in printed and "listed 3 answers" in printed
-    # What reads scores reads this one.
-    scored = ScoredRun.read("a", folder)
-    assert [line for line in scored.prompts()] == ["a", "b", "c"]
-    assert scored.columns("drafter")["tokens"].sum() == sum(
-        len(turn.drafted.output) - 1 for turn in TURNS
-    )
 
 
 def test_prompts_that_were_left_out_stay_counted_once(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from spectrain.models.gguf_weights import choose_type
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
-from spectrain.planning.weights import count_weight_bytes
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.models.checkpoints import save_gguf_file
 
@@ -316,7 +315,7 @@ def test_nothing_is_written_to_the_cache_but_settings(gguf_file: Path, cache: Pa
 
 
 @needs_kernels
-def test_a_plan_knows_the_bytes_of_the_blocks(gguf_file: Path) -> None:
+def test_a_model_without_weights_knows_the_bytes_of_the_blocks(gguf_file: Path) -> None:
     planned = load_hf(str(gguf_file), network=build_meta_network, quantization="gguf")
     loaded = load_hf(str(gguf_file), quantization="gguf")
     sizes = {
@@ -325,9 +324,6 @@ def test_a_plan_knows_the_bytes_of_the_blocks(gguf_file: Path) -> None:
     }
     for name, weight in loaded.model.named_parameters():
         assert sizes[name] == (weight.nbytes if isinstance(weight, BlockWeight) else None), name
-    parameters = list(planned.model.parameters())
-    counted = count_weight_bytes(planned, parameters, "gguf", on_cpu=True)
-    assert counted == sum(weight.nbytes for weight in loaded.model.parameters())
 
 
 @needs_kernels

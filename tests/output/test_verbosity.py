@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from spectrain.cli import main as cli
@@ -125,25 +124,3 @@ def test_an_unknown_level_is_a_mistake(
         cli.main()
     assert stopped.value.code == 2
     assert "SPECTRAIN_LOG=loud: choose from quiet, normal, notes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("fits", [True, False, None])
-def test_a_plan_begins_with_its_verdict(
-    fits: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first line says whether it fits, with memory, hours and disk; commands are notes."""
-    words = ["plan", "recipe=medusa1", "target=tiny", "plan.calibrate=false", "plan.device=cuda"]
-    words += [] if fits is None else [f"plan.device_gb={80 if fits else 0.01}"]
-    printed = {}
-    for flags in ([], ["--notes"]):
-        monkeypatch.setattr(sys, "argv", ["spectrain", *words, *flags])
-        cli.main()
-        printed[len(flags)] = capsys.readouterr().out
-    first = printed[0].splitlines()[0]
-    expected = {True: "It fits in 80 GB", False: "It does not fit in", None: "It takes "}
-    assert first.startswith(expected[fits])
-    assert " of memory a device, " in first and " hours, " in first and " on disk" in first
-    assert "spectrain serve" not in printed[0] and "spectrain serve" in printed[1]
-    # What this process composes next is for its own device.
-    here = "gpu" if torch.cuda.is_available() else "cpu"
-    assert OmegaConf.create({"value": "${cpu_gpu:cpu,gpu}"}).value == here

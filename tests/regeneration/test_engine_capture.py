@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,16 @@ from hydra import compose, initialize_config_module
 from spectrain.cli.overrides import write_overrides
 from spectrain.config.spec import read_run
 from spectrain.data.readers import JsonlReader
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.errors import UserError
+from spectrain.features.batch import Batch
 from spectrain.features.store import FeatureStore
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.regeneration.command import regenerate_command
-from tests.regeneration.test_capture import chats, train_on  # noqa: F401
+from tests.factories import random_batch
+from tests.features.test_capture import composed
+from tests.regeneration.capturing import chats, train_on  # noqa: F401
 from tests.regeneration.test_regenerate import load_poolable
 
 LAYERS = (2, 4, 5, "final")
@@ -105,3 +111,41 @@ def test_what_drafts_is_refused(word: str, sentence: str, tmp_path: Path, chats:
     with pytest.raises(UserError, match=sentence):
         regenerate(tmp_path / "out", chats, word)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "recipe", ["eagle1", "eagle3", "hass", "dflash", "peagle", "medusa1", "pard", "gkd"]
+)
+def test_no_loss_reads_states_after_the_last_that_precedes_loss(recipe: str, tiny: Target) -> None:
+    """Where the last token and the template's end have padding in place of states, loss and
+    gradients are the same.
+    """
+    drafter: Drafter = composed(f"recipe={recipe}", "target=tiny").drafter.build(target=tiny)
+    layers = drafter.stages[0].layers
+    batch = random_batch(tiny, layers, (2, 32), has_prompt=True)
+    batch.loss_mask[:, 27:] = False
+    assert batch.features is not None
+    results = []
+    for cut in (False, True):
+        hidden = batch.features.hidden.clone()
+        if cut:
+            hidden[:, 26:] = 0.0
+        results.append(loss_and_gradients(drafter, tiny, replace_states(batch, hidden)))
+    assert results[0] == results[1]
+
+
+def replace_states(batch: Batch, hidden: torch.Tensor) -> Batch:
+    assert batch.features is not None
+    return replace(batch, features=replace(batch.features, hidden=hidden))
+
+
+def loss_and_gradients(drafter: Drafter, target: Target, batch: Batch) -> tuple[float, list[float]]:
+    """Return the loss, and the norm of every parameter's gradient."""
+    torch.manual_seed(3)
+    drafter.zero_grad(set_to_none=True)
+    drafter.train()
+    losses: Any = drafter.loss(batch, target, TrainingState(0, 0.0, False))
+    losses.total.backward()
+    return float(losses.total.detach()), [
+        float(p.grad.norm()) for p in drafter.parameters() if p.grad is not None
+    ]

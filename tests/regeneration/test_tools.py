@@ -4,7 +4,6 @@ ends early is counted.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -16,10 +15,6 @@ from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.shards import PendingRow
 from spectrain.regeneration.chat_progress import ChatProgress, GeneratedAnswer
 from spectrain.regeneration.sampling import Sampling
-from spectrain.regeneration.server import to_answer
-from spectrain.servers.base import RequestTimes
-from spectrain.servers.openai import OpenAIServer, conversation_body
-from spectrain.servers.settings import ClientSettings
 from tests.data.chat_templates import SOURCES, make_template
 from tests.data.test_templates import ASK, CALL, CALLING, RESULT, ROWS, SUNNY, TOOLS
 
@@ -161,28 +156,3 @@ def test_a_call_that_cannot_be_read_stays_as_it_was_written() -> None:
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city"\n</tool_call>'
     message = parse_answer(make_template("qwen3"), text, "<|im_start|>assistant\n", TOOLS)
     assert message == {"role": "assistant", "content": text}
-
-
-def test_a_servers_answer_has_reasoning_calls_and_ids() -> None:
-    """Everything that the server parsed comes back together with the ids; requests hold
-    arguments as JSON text.
-    """
-    call = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Quito"}'}}
-    message = {
-        "role": "assistant",
-        "content": None,
-        "reasoning_content": "I look it up.",
-        "tool_calls": [call],
-    }
-    choice = {"message": message, "finish_reason": "tool_calls", "token_ids": [7, 8, 9]}
-    response = {"choices": [choice], "usage": {"completion_tokens": 3}}
-    answer = to_answer(
-        OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0))
-    )
-    assert answer.token_ids == [7, 8, 9] and answer.message["reasoning_content"] == "I look it up."
-    assert answer.message["tool_calls"] == [CALL]
-    body = conversation_body(Conversation([ASK, answer.message], TOOLS))
-    assert json.loads(body["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {
-        "city": "Quito"
-    }
-    assert body["tools"] == TOOLS

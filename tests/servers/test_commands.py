@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch, round_rates
 from spectrain.servers.engines import ENGINES
-from spectrain.servers.vllm import VllmSettings
 
 STEPS = "--speculative-num-steps 3 --speculative-eagle-topk 1"
 EAGLE = EngineLaunch("TARGET", "name", "float32", DrafterLaunch("eagle3", "A DIR", 3))
@@ -82,20 +80,3 @@ def test_simulated_acceptance_has_the_rates_or_their_sum() -> None:
     variables = ENGINES["sglang"].make_command(simulated).environment
     assert variables["SGLANG_SIMULATE_ACC_LEN"] == "2.300"
     assert round_rates([0.70049, 0.7004, 0.9, -1]) == [0.7, 0.7, 0.7, 0.0]
-
-
-def test_wrong_settings_are_refused() -> None:
-    for wrong in ([], [0.5, 0.6], [1.2]):
-        with pytest.raises(
-            UserError, match=r"server.acceptance_rates=.*none above the one before it"
-        ):
-            VllmSettings(acceptance_rates=wrong)
-    with pytest.raises(
-        UserError, match="server.takes_drafters: simulated acceptance checks no drafts"
-    ):
-        VllmSettings(acceptance_rates=[0.5], takes_drafters=True)
-    with pytest.raises(UserError, match="these are 2 rates for server.draft_tokens=3"):
-        VllmSettings(acceptance_rates=[0.5, 0.2], draft_tokens=3)
-    for key, value in (("port", 0), ("max_length", 0), ("start_seconds", 0)):
-        with pytest.raises(UserError, match=f"server.{key}=0"):
-            VllmSettings(**{key: value})  # type: ignore[arg-type]

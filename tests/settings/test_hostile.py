@@ -21,7 +21,6 @@ from spectrain.config.choices import list_constructors
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
-from spectrain.eval.comparison import ScoredRun
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -391,18 +390,6 @@ def test_provenance_is_data(content: str, good_drafters: Path, tmp_path: Path) -
     with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
         export_command(str(tmp_path / "run"), "spectrain", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_score_is_data(tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a summary names as its rule is looked up among the rules, never imported."""
-    (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for rule in ({"_target_": "evil.Drafter"}, {"choice": "evil.Drafter"}):
-        with pytest.raises(UserError, match="acceptance=evil.Drafter: there is no such choice"):
-            ScoredRun(
-                "one", tmp_path, {"setting": {"target": "tiny", "acceptance": rule}}, {}, None
-            ).compared_setting("acceptance")
-    assert not canary.exists()
 
 
 def test_what_no_yaml_names_is_never_imported(

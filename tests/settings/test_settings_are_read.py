@@ -20,7 +20,6 @@ from spectrain.config.choices import _read_constructors, conf_folders
 from spectrain.config.installed import (
     find_package_folder,
     list_conf_modules,
-    list_package_roots,
 )
 from spectrain.config.parts import find_config_type
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
@@ -30,8 +29,6 @@ CONSTRUCTORS = sorted(
         path
         for group in _read_constructors(tuple(conf_folders())).values()
         for path in group.values()
-        # What starts a server reads its settings, which a package does.
-        if list_package_roots() or not path.startswith("spectrain.servers.")
     }
 )
 STORED = re.compile(r"^ *self\.\w+(?:, self\.\w+)*(?:: [^=\n]+)? = ", re.MULTILINE)

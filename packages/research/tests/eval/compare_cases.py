@@ -1,4 +1,4 @@
-"""Cases of the ideas for tests/eval/test_compare.py."""
+"""Cases of the ideas for packages/studies/tests/comparison/test_compare.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The tests of tests/eval/test_compare.py that are about ideas."""
+"""The tests of packages/studies/tests/comparison/test_compare.py that are about ideas."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from packages.studies.tests.comparison.test_compare import run_compare
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.compare import Contest
 from spectrain.eval.memory import extra_memory, own_bytes
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain_research.less_cache.drafter import SelfDraft
-from tests.eval.test_compare import run_compare
+from spectrain_studies.comparison.compare import Contest
 
 
 def test_extra_memory_is_the_drafters(tiny: Target) -> None:

@@ -1,4 +1,4 @@
-"""Cases of the ideas for tests/planning/test_targets.py."""
+"""Cases of the ideas for packages/studies/tests/planning/test_targets.py."""
 
 from typing import Any
 

@@ -21,10 +21,10 @@ import httpx
 
 from spectrain.config.environment import inherited_environment
 from spectrain.errors import RunError, UserError
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
-from spectrain.servers.settings import EngineSettings
 
+from ..servers.base import Server
+from ..servers.settings import EngineSettings
 from .process_group import run_group
 from .starters import find_starter
 

@@ -16,7 +16,8 @@ from spectrain.servers.commands import (
     EngineLaunch,
     to_options,
 )
-from spectrain.servers.settings import EngineSettings
+
+from ..servers.settings import EngineSettings
 
 # Names of the files that `spectrain export format=gguf` writes.
 DRAFTER_FILE = "drafter.gguf"

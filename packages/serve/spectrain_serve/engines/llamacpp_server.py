@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from spectrain.data.messages import Conversation
-from spectrain.servers.base import (
+
+from ..servers.base import (
     Completion,
     CompletionRequest,
     DraftCounters,
@@ -24,14 +25,13 @@ from spectrain.servers.base import (
     TimedStep,
     add_counters,
 )
-from spectrain.servers.counters import read_settled_counters
-from spectrain.servers.errors import MALFORMED, ServerError, error_text
-from spectrain.servers.openai import OpenAIServer
-
+from ..servers.counters import read_settled_counters
+from ..servers.errors import MALFORMED, ServerError, error_text
+from ..servers.openai import OpenAIServer
 from .llamacpp_command import LlamaCppSettings
 
 if TYPE_CHECKING:
-    from spectrain.servers.client import HttpClient
+    from ..servers.client import HttpClient
 
 # Its reasons for the end of an answer -> OpenAI's.
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}

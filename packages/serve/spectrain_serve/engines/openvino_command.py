@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import EngineCommand, EngineLaunch
-from spectrain.servers.settings import EngineSettings
 
+from ..servers.settings import EngineSettings
 from .openvino_ir import WEIGHT_FORMATS
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "auto": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from spectrain.servers.base import (
+from ..servers.base import (
     CompletionRequest,
     DraftCounters,
     DraftedRounds,
@@ -13,8 +13,7 @@ from spectrain.servers.base import (
     TimedStep,
     add_counters,
 )
-from spectrain.servers.openai import OpenAIServer
-
+from ..servers.openai import OpenAIServer
 from .openvino_command import OpenVinoSettings
 
 

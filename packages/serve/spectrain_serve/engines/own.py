@@ -7,11 +7,11 @@ import sys
 from typing import Any, ClassVar
 
 from spectrain.errors import UserError
-from spectrain.servers.base import DraftedRounds, ServerCapabilities
 from spectrain.servers.commands import EngineCommand, EngineLaunch
-from spectrain.servers.openai import OpenAIServer
-from spectrain.servers.settings import EngineSettings
 
+from ..servers.base import DraftedRounds, ServerCapabilities
+from ..servers.openai import OpenAIServer
+from ..servers.settings import EngineSettings
 from .control_key import bearer_header, read_control_key
 from .starter import EngineStarter
 

@@ -28,9 +28,9 @@ from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, build_without_weights, save_drafter
 from spectrain.runs.folder import require_drafter_directory
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
 
+from ..servers.base import Server
 from .launch import start_engine
 from .starters import find_starter
 from .versions import refuse_version

@@ -6,10 +6,10 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import EngineCommand, EngineLaunch, to_options
-from spectrain.servers.settings import EngineSettings
-from spectrain.servers.sglang import SglangServer
 from spectrain.servers.sglang_command import drafting_options, simulation_variables
 
+from ..servers.settings import EngineSettings
+from ..servers.sglang import SglangServer
 from .environments import EngineEnvironment, read_environment
 from .starter import EngineStarter
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from spectrain.errors import UserError
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
+
+from ..servers.base import Server
 
 
 class EngineStarter:

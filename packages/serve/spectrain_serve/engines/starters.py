@@ -1,7 +1,6 @@
 """What starts the engine of each choice of `server=`."""
 
-from spectrain.servers.base import Server
-
+from ..servers.base import Server
 from .llamacpp import LlamaCppStarter
 from .openvino import OpenVinoStarter
 from .own import OwnStarter

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError, first_line
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch, to_options
-from spectrain.servers.settings import EngineSettings
-from spectrain.servers.vllm import VllmServer
 from spectrain.servers.vllm_command import drafting_options
 
+from ..servers.base import Server
+from ..servers.settings import EngineSettings
+from ..servers.vllm import VllmServer
 from .environments import EngineEnvironment, read_environment
 from .starter import EngineStarter
 

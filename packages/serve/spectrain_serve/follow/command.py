@@ -13,10 +13,10 @@ from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import RunError, UserError
 from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.folder import require_drafter_directory
-from spectrain.servers.openai import OpenAIServer
 
 from ..engines.control_key import VARIABLE, key_path, read_control_key
 from ..engines.serve import interrupt_on_signals
+from ..servers.openai import OpenAIServer
 from .follower import TrafficFollower
 from .http_server import allow_open_files, serve_in_thread
 from .logs import RequestLogs

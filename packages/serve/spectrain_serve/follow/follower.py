@@ -15,9 +15,9 @@ from typing import Any
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, describe_error
 from spectrain.files import write_text
-from spectrain.servers.openai import OpenAIServer
 from spectrain_serve.promotion import LEAST_PROMPTS, PromotionProof
 
+from ..servers.openai import OpenAIServer
 from .candidate import CandidateData, CandidateJob
 from .clock import read_date
 from .kinds import KindRegistry

@@ -10,8 +10,8 @@ from typing import Any
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.servers.openai import OpenAIServer
 
+from ..servers.openai import OpenAIServer
 from .settings import FollowSettings
 from .state import hash_weights
 from .swap import DrafterSwapper

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 
-from spectrain.servers.errors import MALFORMED
-
+from ..servers.errors import MALFORMED
 from .traffic import RecordedConversation
 from .upstream import UpstreamSwitch
 

@@ -20,16 +20,16 @@ import httpx
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineCommand, EngineLaunch
-from spectrain.servers.errors import MALFORMED
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.settings import EngineSettings
 
 from ..engines.launch import RunningEngine, start_engine
 from ..engines.serve import find_served_drafter
 from ..engines.starter import EngineStarter
 from ..engines.starters import find_starter
+from ..servers.base import Server
+from ..servers.errors import MALFORMED
+from ..servers.settings import EngineSettings
 from .http_server import HttpThread
 from .settings import FollowSettings
 from .state import hash_weights

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from spectrain.data.template_arguments import check_template_arguments
 from spectrain.errors import UserError
-from spectrain.servers.base import DraftedRounds
-from spectrain.servers.openai import join_parts
 
+from ..servers.base import DraftedRounds
+from ..servers.openai import join_parts
 from .checked_json import describe_violation
 from .clock import LATEST
 from .exchange import Exchange

@@ -25,7 +25,7 @@ from .examples import make_example
 from .reservoir import read_conversations
 from .settings import FollowSettings
 
-SERVER_SOURCE = "spectrain.features.server_source.ServerSource"
+SERVER_SOURCE = "spectrain_serve.training.server_source.ServerSource"
 
 
 def train_candidate(folder: Path) -> None:

@@ -17,7 +17,7 @@ from spectrain.config.resolve import LowerLayers, default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
 from spectrain.eval.columns import tracked_systems
-from spectrain.eval.comparison import UNKNOWN_DTYPE
+from spectrain.eval.pipeline import UNKNOWN_DTYPE
 from spectrain.export.converter import read_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
@@ -28,9 +28,7 @@ from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_target_without_weights, load_drafter
 from spectrain.runs.folder import find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target, write_score
-from spectrain.servers.base import Server
 from spectrain.servers.commands import EngineLaunch
-from spectrain.servers.settings import EngineSettings
 from spectrain.training.metrics import track_run
 
 from ..engines.launch import start_engine
@@ -38,6 +36,8 @@ from ..engines.serve import ServedDrafter, find_served_drafter, interrupt_on_sig
 from ..engines.starters import find_starter
 from ..layouts.gguf_file import read_weight_type
 from ..layouts.gguf_model import has_own_file
+from ..servers.base import Server
+from ..servers.settings import EngineSettings
 from .causes import CauseFinder
 from .own_chain import OwnChain
 from .score import (

@@ -22,13 +22,19 @@ from rich.table import Table
 
 from spectrain.errors import UserError
 from spectrain.eval.columns import SYSTEM_COLUMNS
-from spectrain.eval.comparison import ScoredRun, describe_setting, make_row
 from spectrain.eval.intervals import interval
-from spectrain.eval.recommendations import Variant, format_ends, make_advice, refuse_noisy
-from spectrain.eval.report import open_console, print_advice
+from spectrain.eval.report import open_console
 from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.engines import ENGINES
+from spectrain_studies.comparison.recommendations import (
+    Variant,
+    format_ends,
+    make_advice,
+    refuse_noisy,
+)
+from spectrain_studies.comparison.scored_runs import ScoredRun, describe_setting, make_row
+from spectrain_studies.comparison.table import print_advice
 
 OWN = "spectrain"  # the engine of this project
 # Settings of a score -> what a difference in them is called. Rows that differ in one of the first

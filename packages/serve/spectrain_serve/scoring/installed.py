@@ -23,12 +23,12 @@ from spectrain.eval.columns import format_speedup, format_speedup_interval
 from spectrain.models.threads import format_threads
 from spectrain.output.verbosity import result_output, shows_notes
 from spectrain.runs.folder import find_results_folder
-from spectrain.servers.base import Server
 from spectrain.servers.engines import ENGINES
 from spectrain.servers.ports import find_free_ports
 
 from ..engines.serve import find_served_drafter
 from ..engines.starters import find_starter
+from ..servers.base import Server
 from .command import score_server
 
 # Prompts that are scored at most, from all categories in turn.

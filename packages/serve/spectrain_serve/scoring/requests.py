@@ -16,9 +16,10 @@ from spectrain.eval.kinds import opening_kind
 from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
-from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, Server
-from spectrain.servers.errors import ServerError
-from spectrain.servers.workers import run_workers
+
+from ..servers.base import Completion, CompletionRequest, DraftCounters, Server
+from ..servers.errors import ServerError
+from ..servers.workers import run_workers
 
 # Tokens of an answer that only warms the server up.
 WARM_UP_TOKENS = 8

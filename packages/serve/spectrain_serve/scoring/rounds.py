@@ -13,8 +13,8 @@ from typing import Literal
 
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval.metrics import Turn
-from spectrain.servers.base import Completion, DraftCounters, DraftedRounds
 
+from ..servers.base import Completion, DraftCounters, DraftedRounds
 from .requests import LevelResult, ServedAnswer
 
 # Of an answer without a drafter: every step emits one token.

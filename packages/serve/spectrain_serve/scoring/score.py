@@ -13,12 +13,12 @@ from typing import Any
 
 from spectrain.errors import RunError, UserError
 from spectrain.eval.columns import DRAFTER
-from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
 from spectrain.eval.kinds import ROUND_GROUPS
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.pipeline import (
+    UNKNOWN_DTYPE,
     Answers,
     AnswerSource,
     Entries,
@@ -28,8 +28,8 @@ from spectrain.eval.pipeline import (
 from spectrain.eval.selection import PromptedEvaluation
 from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
-from spectrain.servers.base import DraftCounters, ServedModel, Server
 
+from ..servers.base import DraftCounters, ServedModel, Server
 from .latency import LatencyLimits, measure_latency
 from .load_settings import LoadSettings
 from .notes import ServingTable

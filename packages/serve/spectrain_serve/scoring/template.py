@@ -14,8 +14,9 @@ from spectrain.errors import UserError
 from spectrain.eval.identity import first_difference
 from spectrain.eval.prompts import Prompt
 from spectrain.models.target import Target
-from spectrain.servers.base import CompletionRequest, Server
-from spectrain.servers.errors import ServerError
+
+from ..servers.base import CompletionRequest, Server
+from ..servers.errors import ServerError
 
 # Prompts that are sent as messages.
 NUM_CHECKED = 4

@@ -26,9 +26,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.runs.folder import find_results_folder
-from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
-from spectrain.servers.settings import EngineSettings
 
 from ..engines.launch import start_engine
 from ..engines.serve import (
@@ -38,6 +36,8 @@ from ..engines.serve import (
     launch_target,
 )
 from ..engines.starters import find_starter
+from ..servers.base import Completion, CompletionRequest, Server
+from ..servers.settings import EngineSettings
 from .row_times import (
     DrafterTimes,
     EngineTimes,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectrain.config.spec import RunSpec
-from spectrain.eval.comparison import ScoredRun
 from spectrain.export.card import chain_rates
 from spectrain.export.targets import TargetFiles
 from spectrain.servers.engines import ENGINES
+from spectrain_studies.comparison.scored_runs import ScoredRun
 
 from .row_times import EngineTimes, advise_engine, find_times, predict_speedups
 

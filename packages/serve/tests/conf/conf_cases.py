@@ -3,7 +3,12 @@
 from typing import Any
 
 from spectrain_serve.follow.settings import FollowSettings
+from spectrain_serve.servers.base import Server
 from spectrain_serve.times.bench import EngineBench
 
-# Groups of commands of their own, with what their choices build.
-CASES: dict[str, Any] = {"APART": {"bench": EngineBench, "follow": FollowSettings}}
+CASES: dict[str, Any] = {
+    # Groups of a training, with what their choices build.
+    "KINDS": {"server": Server},
+    # Those of commands of their own.
+    "APART": {"bench": EngineBench, "follow": FollowSettings},
+}

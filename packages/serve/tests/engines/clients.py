@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 
 from spectrain.decoding.generation import Generation
-from spectrain.servers.base import DraftCounters
-from spectrain.servers.counters import parse_counters
 from spectrain.servers.ports import find_free_port
+from spectrain_serve.servers.base import DraftCounters
+from spectrain_serve.servers.counters import parse_counters
 
 ROWS = 4  # prompts decoded together
 MAX_LENGTH = 512

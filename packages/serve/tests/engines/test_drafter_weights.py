@@ -36,7 +36,6 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_for_decoding
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain.trees import Chain
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.http_server import serve_in_thread
@@ -47,6 +46,7 @@ from spectrain_serve.follow.state import hash_weights
 from spectrain_serve.follow.swap import DrafterSwapper
 from spectrain_serve.follow.traffic import RecordedConversation, parse_exchange
 from spectrain_serve.follow.upstream import UpstreamSwitch
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
 from .test_vllm import RUNS
 

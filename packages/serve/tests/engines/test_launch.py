@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from packages.serve.tests.servers.engines import becomes_true, fake_python, is_running
 from spectrain.errors import RunError, UserError
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.launch import explain_log, start_engine
 from spectrain_serve.engines.process_group import stop_group
-from tests.servers.engines import becomes_true, fake_python, is_running
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
 LAUNCH = EngineLaunch("TARGET", "tiny")
 

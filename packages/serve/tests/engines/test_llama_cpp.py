@@ -44,7 +44,6 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.bundled import find_smollm2
 from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
-from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
@@ -56,6 +55,7 @@ from spectrain_serve.layouts.gguf_model import write_target
 from spectrain_serve.scoring.agreement import list_rounds
 from spectrain_serve.scoring.requests import ServedAnswer, ServedRequest
 from spectrain_serve.scoring.rounds import to_generation
+from spectrain_serve.servers.base import Completion, CompletionRequest
 
 from .faults import check_cause
 

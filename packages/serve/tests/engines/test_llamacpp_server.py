@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from packages.serve.tests.servers.stand_in import Reply, StandIn
 from spectrain.data.messages import Conversation
-from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
 from spectrain.servers.commands import LOOKUP, DrafterLaunch
-from spectrain.servers.errors import ServerError
 from spectrain_serve.engines.llamacpp_command import (
     LlamaCppSettings,
     drafting_options,
 )
 from spectrain_serve.engines.llamacpp_server import LlamaCppServer, parse_rounds, parse_steps
-from tests.servers.stand_in import Reply, StandIn
+from spectrain_serve.servers.base import Completion, CompletionRequest, DraftCounters, DraftedRounds
+from spectrain_serve.servers.errors import ServerError
 
 ROUNDS = DraftedRounds((2, 0, 1), (3, 3, 1))
 TOKENS = [11, 12, 13, 14, 15, 16, 2]

@@ -42,7 +42,6 @@ from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain, Eagle2
@@ -63,6 +62,7 @@ from spectrain_serve.layouts.openvino import (
     read_fused_layers,
     write_fused_layers,
 )
+from spectrain_serve.servers.base import Completion, CompletionRequest
 
 from .faults import check_cause
 

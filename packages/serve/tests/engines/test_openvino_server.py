@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.servers.base import Completion, CompletionRequest, DraftCounters
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
-from spectrain.servers.errors import ServerError
 from spectrain_serve.engines.environments import EngineEnvironment
 from spectrain_serve.engines.openvino import SCRIPT, OpenVinoStarter, start_openvino
 from spectrain_serve.engines.openvino_command import OpenVinoSettings, serve_openvino
 from spectrain_serve.engines.openvino_ir import IR_NAME
 from spectrain_serve.engines.openvino_server import OpenVinoServer
+from spectrain_serve.servers.base import Completion, CompletionRequest, DraftCounters
+from spectrain_serve.servers.errors import ServerError
 from tests.servers.test_commands import options_of
 
 # Tokens that the stand-in emits in each step; a request ends with them or at its limit.

@@ -24,9 +24,9 @@ import spectrain
 from spectrain.cli.export import export_command
 from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.launch import start_engine
 from spectrain_serve.layouts.gguf_layout import convert_heads
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
 from .test_vllm import PROMPTS, RUNS, TOKENS
 

@@ -16,9 +16,7 @@ from hydra import compose, initialize_config_module
 from spectrain.config.spec import RunSpec
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.launch import start_engine
 from spectrain_serve.engines.serve import (
     find_captured_layers,
@@ -26,6 +24,8 @@ from spectrain_serve.engines.serve import (
     launch_target,
     write_untrained,
 )
+from spectrain_serve.servers.base import Completion, CompletionRequest, Server
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
 pytest.importorskip("vllm")
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from packages.serve.tests.servers.engines import becomes_true, fake_python, is_running
 from spectrain.cli.main import main
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.models.target import Target
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines import serve
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 from tests.export.test_converter import ours
-from tests.servers.engines import becomes_true, fake_python, is_running
 
 Serve = Callable[..., str]
 

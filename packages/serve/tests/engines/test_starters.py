@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from packages.serve.tests.servers.engines import fake_python
 from spectrain.errors import UserError
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch
-from spectrain.servers.openai import OpenAIServer
-from spectrain.servers.settings import ClientSettings, EngineSettings
-from spectrain.servers.sglang import SglangServer
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.environments import EngineEnvironment
 from spectrain_serve.engines.llamacpp import (
     INSTALLED,
@@ -26,7 +23,10 @@ from spectrain_serve.engines.llamacpp_server import LlamaCppServer
 from spectrain_serve.engines.sglang import SglangStarter
 from spectrain_serve.engines.starters import find_starter
 from spectrain_serve.engines.vllm import PLUGINS, VllmStarter, prepare_states_folder, start_vllm
-from tests.servers.engines import fake_python
+from spectrain_serve.servers.openai import OpenAIServer
+from spectrain_serve.servers.settings import ClientSettings, EngineSettings
+from spectrain_serve.servers.sglang import SglangServer
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 from tests.servers.test_commands import EAGLE, config_of, options_of
 
 # Layers that SGLang captures.

@@ -44,8 +44,8 @@ from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.servers.base import DraftCounters
 from spectrain.trees import Chain
+from spectrain_serve.servers.base import DraftCounters
 
 from .clients import ROWS, Answers, answer_by_server, answer_offline, compute_rates, count_rounds
 

@@ -13,7 +13,11 @@ SPEC = RunSpec.from_nodes(
     {
         "drafter": {"_target_": "spectrain.drafters.eagle3.Eagle3"},
         "source": {"_target_": "spectrain.features.live_source.LiveSource"},
-        "server": {"_target_": "spectrain.servers.vllm.VllmServer", "url": SERVING, "retries": 2},
+        "server": {
+            "_target_": "spectrain_serve.servers.vllm.VllmServer",
+            "url": SERVING,
+            "retries": 2,
+        },
         "trainer": {
             "_target_": "spectrain.training.trainer.Trainer",
             "resume": "auto",

@@ -12,7 +12,6 @@ import pytest
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.servers.settings import EngineSettings
 from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.follow.follower import TrafficFollower
 from spectrain_serve.follow.logs import RequestLogs
@@ -22,6 +21,7 @@ from spectrain_serve.follow.settings import FollowSettings, ListenSettings
 from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weights
 from spectrain_serve.follow.status import format_status
 from spectrain_serve.follow.traffic import RecordedConversation
+from spectrain_serve.servers.settings import EngineSettings
 
 DAMAGES = [
     b"", b"{", b"[1]", b"{}", b"null", b"5", b'"x"', b"\xff\xfd", b"\x00" * 40, b"[" * 20_000,

@@ -9,8 +9,6 @@ import pytest
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
-from spectrain.servers.settings import EngineSettings
-from spectrain.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.follower import TrafficFollower
@@ -23,6 +21,8 @@ from spectrain_serve.follow.swap import DrafterSwapper, SwapOutcome, SwapWay
 from spectrain_serve.follow.traffic import RecordedConversation
 from spectrain_serve.follow.upstream import UpstreamSwitch
 from spectrain_serve.promotion import PairedGain, PromotionProof
+from spectrain_serve.servers.settings import EngineSettings
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
 GAIN = PairedGain(20, 1.5, 1.8, 0.2, [0.1, 0.3], 20)
 

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spectrain.servers.base import DraftedRounds
 from spectrain_serve.follow.kinds import KindRegistry
 from spectrain_serve.follow.logs import READ_BYTES, RequestLogs
 from spectrain_serve.follow.settings import ListenSettings
 from spectrain_serve.follow.traffic import RecordedConversation, parse_exchange
+from spectrain_serve.servers.base import DraftedRounds
 
 
 def rounds_of(response: dict[str, Any]) -> DraftedRounds | None:

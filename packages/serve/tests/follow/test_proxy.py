@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
+from packages.serve.tests.servers.stand_in import Reply, StandIn
 from spectrain.servers.ports import find_free_port
 from spectrain_serve.follow import proxy as proxy_module
 from spectrain_serve.follow.bodies import ByteBudget
@@ -30,7 +31,6 @@ from spectrain_serve.follow.proxy import AnswerTap, Proxy, Recorder
 from spectrain_serve.follow.requests import Refusal, check_headers, find_route, parse_body
 from spectrain_serve.follow.settings import ListenSettings
 from spectrain_serve.follow.upstream import UpstreamSwitch
-from tests.servers.stand_in import Reply, StandIn
 
 STREAM = (
     "".join(f'data: {{"choices": [{{"index": 0, "text": "part {n} é"}}]}}\n\n' for n in range(50))

@@ -15,7 +15,6 @@ import pytest
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.servers.ports import find_free_port
-from spectrain.servers.settings import EngineSettings
 from spectrain_serve.engines import launch
 from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.follow.http_server import serve_in_thread
@@ -24,6 +23,7 @@ from spectrain_serve.follow.settings import FollowSettings
 from spectrain_serve.follow.state import hash_weights
 from spectrain_serve.follow.swap import DrafterSwapper
 from spectrain_serve.follow.upstream import UpstreamSwitch
+from spectrain_serve.servers.settings import EngineSettings
 
 from .paced_server import NUM_PARTS, Handler
 

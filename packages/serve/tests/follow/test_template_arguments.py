@@ -7,11 +7,11 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.servers.base import DraftedRounds
 from spectrain_serve.follow.examples import tokenize_conversation
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.kinds import KindRegistry
 from spectrain_serve.follow.traffic import RecordedConversation, parse_exchange
+from spectrain_serve.servers.base import DraftedRounds
 from tests.data.test_template_limits import MESSAGES, NAMES
 
 

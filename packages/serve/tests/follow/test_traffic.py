@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain.servers.base import DraftedRounds
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.kinds import OTHER, KindRegistry
 from spectrain_serve.follow.reservoir import Reservoir, is_for_proof, read_conversations
 from spectrain_serve.follow.settings import FollowSettings
 from spectrain_serve.follow.traffic import RecordedConversation, parse_exchange, parse_recorded
 from spectrain_serve.follow.watch import TrafficWatch
+from spectrain_serve.servers.base import DraftedRounds
 
 
 def rounds_of(response: dict[str, Any]) -> DraftedRounds:

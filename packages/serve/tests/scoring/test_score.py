@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import spectrain
+from packages.serve.tests.servers.in_process import OwnServer, count_rounds
+from packages.serve.tests.servers.stand_in import ModelStandIn, Rounds
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -21,12 +23,9 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
-from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.metrics import Turn
-from spectrain.eval.recommendations import compare_runs
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.servers.base import DraftedRounds
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.trees import Chain
 from spectrain_serve.engines.llamacpp_command import LlamaCppSettings
@@ -42,9 +41,10 @@ from spectrain_serve.scoring.own_chain import OwnChain
 from spectrain_serve.scoring.rounds import expand_counters
 from spectrain_serve.scoring.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
 from spectrain_serve.scoring.search import Cause
+from spectrain_serve.servers.base import DraftedRounds
+from spectrain_studies.comparison.recommendations import compare_runs
+from spectrain_studies.comparison.scored_runs import ScoredRun
 from tests.factories import build_evaluation
-from tests.servers.in_process import OwnServer, count_rounds
-from tests.servers.stand_in import ModelStandIn, Rounds
 
 ROWS = [
     {
@@ -364,7 +364,7 @@ def test_how_an_engine_is_started_is_written(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_keys_that_do_not_apply_are_refused() -> None:
     """Settings that mean nothing for a server, or nothing without one, are refused."""
-    server = {"_target_": "spectrain.servers.vllm.VllmServer"}
+    server = {"_target_": "spectrain_serve.servers.vllm.VllmServer"}
     for settings in (
         {"eval": {"sweep": "tree"}},
         {"tree": {"depth": 3}},
@@ -438,7 +438,7 @@ def test_a_server_without_a_run(
     messages, it is the same.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spectrain.servers.counters.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("spectrain_serve.servers.counters.SETTLE_SECONDS", 0)
     settings = {
         "eval.prompts": prompts,
         "eval.max_new_tokens": 16,

@@ -11,7 +11,9 @@ import pytest
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.targets import TargetFiles
-from spectrain.servers.base import (
+from spectrain.servers.commands import DrafterLaunch, EngineLaunch
+from spectrain_serve.engines.starter import EngineStarter
+from spectrain_serve.servers.base import (
     Completion,
     CompletionRequest,
     RequestTimes,
@@ -20,11 +22,9 @@ from spectrain.servers.base import (
     ServerCapabilities,
     TimedStep,
 )
-from spectrain.servers.client import HttpClient
-from spectrain.servers.commands import DrafterLaunch, EngineLaunch
-from spectrain.servers.settings import EngineSettings
-from spectrain.servers.vllm import VllmServer, VllmSettings
-from spectrain_serve.engines.starter import EngineStarter
+from spectrain_serve.servers.client import HttpClient
+from spectrain_serve.servers.settings import EngineSettings
+from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 from spectrain_serve.times import bench
 from spectrain_serve.times.bench import EngineBench, list_groups, make_times, measure_engine
 from spectrain_serve.times.table import print_times
@@ -173,7 +173,7 @@ def test_settings_that_measure_nothing_are_refused(settings: dict[str, Any], mes
 def test_only_engines_with_a_lookup_are_measured() -> None:
     for node, message in (
         ({}, "server: say"),
-        ({"_target_": "spectrain.servers.openai.OpenAIServer"}, "server=openai"),
+        ({"_target_": "spectrain_serve.servers.openai.OpenAIServer"}, "server=openai"),
     ):
         with pytest.raises(UserError, match=message):
             bench.make_server(RunSpec.from_nodes({"server": node}))

@@ -10,11 +10,11 @@ import pytest
 
 from packages.serve.tests.times.test_row_times import make_times
 from spectrain.config.spec import RunSpec
-from spectrain.eval.comparison import ScoredRun
 from spectrain.export.card import gain_section, read_scores
 from spectrain.export.targets import TargetFiles
 from spectrain_serve.times.recommendations import advise_engines, advise_plan
 from spectrain_serve.times.row_times import DrafterTimes, RoundTime, Spread, save_times
+from spectrain_studies.comparison.scored_runs import ScoredRun
 
 # Two drafted tokens are accepted in 0.6 and 0.3 of the rounds.
 SUMMARY = {

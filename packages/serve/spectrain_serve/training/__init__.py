@@ -1,0 +1,1 @@
+"""What a training takes from a server: the states of its data, and answers."""

@@ -1,0 +1,59 @@
+"""The commands of this package, which the core's command line finds. What a command does is
+imported when it is called.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.build import register_resolvers
+from spectrain.config.commands import InstalledCommands, read_command, read_command_run
+from spectrain.config.spec import RunSpec
+from spectrain.output.verbosity import print_json, result_output
+
+
+def plan(config: Any) -> None:
+    from spectrain.runs.drafters import apply_init_shape
+
+    # Recipes depend on the planned device.
+    register_resolvers(str(config.plan.get("device", "auto")))
+    try:
+        spec, settings = read_command_run(config, "plan")
+        with result_output():
+            settings["plan"].build().run(apply_init_shape(spec))
+    finally:
+        # Whatever this process composes next is for its own device.
+        register_resolvers()
+
+
+def compare(config: Any) -> None:
+    from .comparison.compare import compare
+
+    spec, settings = read_command_run(config, "compare", "recipes", "runs")
+    print_json(compare(spec, **settings))
+
+
+def audit(config: Any) -> None:
+    from spectrain.data.images import content_text
+    from spectrain.eval.prompts import read_prompts
+
+    from .audit import audit_command
+
+    settings = read_command(config, ("target", "data", "eval", "json"))
+    names = ("prompts", "limit", "categories")
+    selected = read_prompts(*(settings["eval"].get(name) for name in names)).prompts
+    texts = [content_text(turn) for prompt in selected for turn in prompt.turns]
+    audit_command(settings["target"], settings["data"], settings["json"], texts)
+
+
+def print_plan(spec: RunSpec) -> None:
+    """Print the plan of a training on this machine. Hours need timed steps, which are the
+    command's.
+    """
+    from .planning.plan import Plan
+
+    Plan(calibrate=False).run(spec)
+
+
+COMMANDS = InstalledCommands(
+    Path(__file__).with_name("help.yaml"), {"plan": plan, "compare": compare, "data audit": audit}
+)

@@ -1,0 +1,1 @@
+"""Recipes, finished runs and targets compared in one table."""

@@ -1,0 +1,76 @@
+"""The commands of this package, as the core's command line reads and runs them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spectrain.cli import main as cli
+from spectrain.cli.help import COMMANDS
+from spectrain.cli.overrides import to_settings
+from spectrain.config.resolve import resolve
+from spectrain.models.bundled import load_tiny_tokenizer
+from tests.cli.test_gguf import run
+from tests.conf.test_conf import compose_settings
+from tests.models.checkpoints import save_gguf_file
+
+
+def test_commands_stand_behind_the_training() -> None:
+    names = [*COMMANDS]
+    start = names.index("train")
+    assert names[start : start + 4] == ["train", "plan", "compare", "eval"]
+    assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
+
+
+def test_the_audit_composes() -> None:
+    """Its configuration passes its check, and it stands behind the inspection."""
+    names = [*COMMANDS]
+    assert names[names.index("data inspect") + 1] == "data audit"
+    checked = resolve(
+        compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
+        ("target", "data", "eval", "json"),
+    )
+    assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
+
+
+def test_a_gguf_file_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
+    file, *_ = save_gguf_file(tmp_path / "model", load_tiny_tokenizer().chat_template)
+    assert "fits in" in run("plan", "recipe=eagle3", "target=hf", f"target.model={file}")
+
+
+def test_a_dry_run_plans_before_it_shows_samples(tmp_path: Path) -> None:
+    words = [
+        "recipe=medusa1",
+        "target=tiny",
+        "data.limit=4",
+        "eval=none",
+        f"run={tmp_path / 'new'}",
+    ]
+    printed = run("train", *words, "--dry-run")
+    assert printed.index("GB") < printed.index("sample 1: ")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("fits", [True, False, None])
+def test_a_plan_begins_with_its_verdict(
+    fits: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first line says whether it fits, with memory, hours and disk; commands are notes."""
+    words = ["plan", "recipe=medusa1", "target=tiny", "plan.calibrate=false", "plan.device=cuda"]
+    words += [] if fits is None else [f"plan.device_gb={80 if fits else 0.01}"]
+    printed = {}
+    for flags in ([], ["--notes"]):
+        monkeypatch.setattr(sys, "argv", ["spectrain", *words, *flags])
+        cli.main()
+        printed[len(flags)] = capsys.readouterr().out
+    first = printed[0].splitlines()[0]
+    expected = {True: "It fits in 80 GB", False: "It does not fit in", None: "It takes "}
+    assert first.startswith(expected[fits])
+    assert " of memory a device, " in first and " hours, " in first and " on disk" in first
+    assert "spectrain serve" not in printed[0] and "spectrain serve" in printed[1]
+    # What this process composes next is for its own device.
+    here = "gpu" if torch.cuda.is_available() else "cpu"
+    assert OmegaConf.create({"value": "${cpu_gpu:cpu,gpu}"}).value == here
