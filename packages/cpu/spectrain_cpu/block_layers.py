@@ -230,9 +230,10 @@ class BlockLayers:
 
     def __init__(self, layers: Sequence[LayerKernels]) -> None:
         self.layers = layers
-        products = [find_products(layer) for layer in layers]
+        # The plan has the addresses of their segments.
+        self.products = [find_products(layer) for layer in layers]
         numbers = []
-        for layer, blocks in zip(layers, products):
+        for layer, blocks in zip(layers, self.products):
             row = []
             for packed, product in zip(layer.products, blocks):
                 biases = 0 if packed.bias is None else packed.bias.data_ptr()
@@ -245,7 +246,7 @@ class BlockLayers:
         # Of a row, for every product.
         self.record_bytes = max(
             product.width // BLOCK * product.record_bytes
-            for blocks in products
+            for blocks in self.products
             for product in blocks
         )
         first = layers[0]
