@@ -33,7 +33,7 @@ from .compiled_layers import (
 from .fused_layers import CachedRotation
 
 if TYPE_CHECKING:
-    from .block_layers import BlockLayers
+    from .joined_layers import BlockLayers
 
 ANGLES_STEP = 128
 """Positions whose angles are computed together: few enough that torch computes all in vectors,
@@ -173,6 +173,6 @@ def join_layers(layers: list[LayerKernels]) -> BlockLayers | None:
     if not isinstance(weights[0], BlockWeight):
         return None
     # Only their kernels import gguf.
-    from .block_layers import BlockLayers
+    from .joined_layers import BlockLayers
 
     return BlockLayers(layers) if BlockLayers.supports(layers) else None

@@ -8,7 +8,7 @@ Shapes: N nodes, D width, H query heads, K key-value heads, d head size, I inner
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +24,6 @@ from .fused_layers import CachedRotation, FusedLayer
 from .packed_product import PackedProduct
 from .rows import norm_lanes, select_rows, silu_table
 from .team import current_team
-
-
-class LayerSlots(NamedTuple):
-    """The slots of the first layer's cache, and what nodes see of them."""
-
-    keys: int
-    values: int
-    layer_bytes: int
-    slot_stride: int
-    starts: int
-    lengths: int
-    num_texts: int
-    num_appended: int
-    mask: int
-    num_nodes: int
-    cos: int
-    sin: int
 
 
 class NodeBuffers:
@@ -92,25 +75,6 @@ class NodeBuffers:
             size,
             self.attended.data_ptr(),
         ]
-
-    def describe_slots(self) -> LayerSlots:
-        """Return the slots of the first layer and what nodes see of them."""
-        _, _, cos, sin = self.before
-        slot_stride, starts, lengths, num_texts, num_appended, mask, num_nodes = self.after[:7]
-        return LayerSlots(
-            self.keys,
-            self.values,
-            self.layer_bytes,
-            slot_stride,
-            starts,
-            lengths,
-            num_texts,
-            num_appended,
-            mask,
-            num_nodes,
-            cos,
-            sin,
-        )
 
 
 class LayerKernels:
