@@ -9,6 +9,7 @@ A turn times every system for every number of rows; the least and the median of 
 printed, with the ratios that have goals: one step at most 1.1 times llama.cpp's, 4 rows at most
 1.15 and 8 rows at most 1.35 of our own steps of one row. Run it on a machine that does nothing
 else.
+`lab.benchmarks.block_rounds` times more numbers of rows, and the parts of a round.
 With `dense=false` the bfloat16 weights, which take 7 GB, are left out; without llama.cpp's server
 the other columns are printed.
 """
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Literal
 
 import torch
 from rich.table import Table
@@ -114,6 +116,8 @@ class BlockSteps:
         prefix: int = 150,
         dense: bool = True,
         server: str | None = None,
+        # llama.cpp rounds the inputs of products to 8 bits too.
+        quantization: Literal["gguf", "gguf_int8"] = "gguf_int8",
     ) -> None:
         self.model = model
         self.threads = threads
@@ -121,11 +125,12 @@ class BlockSteps:
         self.prefix_length = prefix
         self.has_dense = dense
         self.server = server
+        self.quantization = quantization
 
     def run(self) -> None:
         console = make_console()
         torch.set_num_threads(self.threads)
-        target = load_hf(self.model, quantization="gguf")
+        target = load_hf(self.model, quantization=self.quantization)
         words = target.tokenizer.encode("def merge(left, right):\n    result = []\n" * 100)
         prefix = words[: self.prefix_length]
         blocks = System("4-bit blocks", OwnSteps(target, prefix).time_rows)

@@ -17,9 +17,8 @@ from functools import cache, cached_property
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
-from numba import carray
+from numba import carray, types
 from torch import Tensor
 
 from .available import has_block_kernels
@@ -27,18 +26,19 @@ from .block_formats import BLOCK, COLUMNS, FORMATS, BlockFormat, unpack_panels
 from .block_packing import pack_panels
 from .block_rows import BYTE_RECORD_BYTES, MAX_TILE_ROWS, RECORD_BYTES, round_rows, tile_rows
 from .block_tiles import has_fused_words, make_multiply
-from .linear import LINE, divide_panels
+from .huge_pages import LINE, allocate_lines
+from .linear import divide_panels
 from .team import MAX_MEMBERS, current_team, job_numbers, run_job
 from .vectors import (
-    advance,
+    WIDE,
+    VectorBuilder,
     compile_cached,
     compile_inline,
     compile_part,
-    narrow,
+    intrinsic,
     to_floats,
     to_halves,
     to_longs,
-    widen,
 )
 
 # Bytes that several rows fetch ahead, into the second-level cache: rows fill the first. With 2 KB
@@ -50,32 +50,53 @@ SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of a thread
 SEGMENT_SIZE = 5
 
 
+def make_store(is_half: bool) -> Any:
+    """Return the function that stores 16 sums, plus the biases at an address that is not 0, as
+    numbers of a model: bfloat16 with `is_half`, else float32.
+    """
+
+    def store_numbers(context: Any, sums: Any, biases: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vectors = VectorBuilder(builder)
+            sums, biases, out = args
+
+            def store(numbers: Any) -> None:
+                vectors.store(vectors.narrow(numbers) if is_half else numbers, out, 2)
+
+            totals = vectors.load(sums)
+            with builder.if_else(builder.icmp_unsigned("!=", biases, WIDE(0))) as (then, other):
+                with then:
+                    store(builder.fadd(totals, vectors.load_widened(biases, is_half)))
+                with other:
+                    store(totals)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), generate
+
+    # Numba tells functions apart by their names alone.
+    store_numbers.__name__ = "store_halves" if is_half else "store_floats"
+    return intrinsic(store_numbers)
+
+
+store_halves = make_store(True)
+store_floats = make_store(False)
+
+
 @compile_inline
 def store_sums(
     scratch: int, biases: int, out: int, is_half: bool, first: int, stride: int, rows: int
 ) -> None:
     """Store sums [rows, 16], with the biases of these outputs where there are any, from the output
     `first` on."""
+    size = 2 if is_half else 4
+    added = biases + size * first if biases != 0 else 0
     for row in range(rows):
-        sums = carray(to_floats(scratch + LINE * row), (COLUMNS,))
-        start = row * stride + first
+        sums = scratch + LINE * row
+        address = out + size * (row * stride + first)
         if is_half:
-            halves = carray(advance(to_halves(out), start), (COLUMNS,))
-            if biases != 0:
-                added = carray(advance(to_halves(biases), first), (COLUMNS,))
-                for i in range(COLUMNS):
-                    halves[i] = narrow(sums[i] + widen(added[i]), halves[i])
-            else:
-                for i in range(COLUMNS):
-                    halves[i] = narrow(sums[i], halves[i])
+            store_halves(sums, added, address)
         else:
-            floats = carray(advance(to_floats(out), start), (COLUMNS,))
-            for i in range(COLUMNS):
-                floats[i] = sums[i]
-            if biases != 0:
-                terms = carray(advance(to_floats(biases), first), (COLUMNS,))
-                for i in range(COLUMNS):
-                    floats[i] += terms[i]
+            store_floats(sums, added, address)
 
 
 # numbers of the job, after the function of a part
@@ -285,16 +306,6 @@ def multiply_segments(
         run_job(team, sharing, (count + step - 1) // step)
 
 
-def allocate_panels(count: int, panel_bytes: int) -> Tensor:
-    """Return memory for panels [P, bytes], which begins at a line. NumPy asks Linux for pages of
-    2 MB, with which a thread reads weights up to 1.5 times as fast as with those of 4 KB.
-    """
-    size = count * panel_bytes
-    memory = np.empty(size + LINE, dtype=np.uint8)
-    start = -memory.ctypes.data % LINE
-    return torch.from_numpy(memory[start : start + size]).view(count, panel_bytes)
-
-
 class BlockPanels:
     """Quantised weights [O, K] of a GGUF file in panels of 16 outputs. Rows that are multiplied by
     them are rounded to 16 bits, or with `in_bytes` to 8 where the processor multiplies these.
@@ -312,8 +323,9 @@ class BlockPanels:
     def allocate(outputs: int, width: int, tensor_type: Any, in_bytes: bool = False) -> BlockPanels:
         """Return panels of weights [O, K] without values."""
         block_format = FORMATS[tensor_type]
-        size = outputs // COLUMNS, block_format.panel_bytes(width)
-        return BlockPanels(allocate_panels(*size), width, block_format, in_bytes)
+        count = outputs // COLUMNS
+        panels = allocate_lines(count * block_format.panel_bytes(width)).view(count, -1)
+        return BlockPanels(panels, width, block_format, in_bytes)
 
     def store_rows(self, first: int, content: Tensor) -> None:
         """Store rows as they lie in a file, bytes [n, size], from the output `first` on; both are

@@ -32,10 +32,13 @@ from .vectors import (
 
 # Rows whose sums fit in the registers, of which AVX-512 has 32 and AVX2 has 16 of half the size.
 MAX_TILE_ROWS = 8 if torch.cpu._is_avx512_supported() else 2
-# A rounded block of a row: 32 integers of 16 or 8 bits, then in float32 their scale, their sum, and
-# the sums of their halves.
+# A rounded block of a row: 32 integers of 16 or 8 bits, then in float32 their scale and their sum.
+# Behind 16 bits come the sums of their halves in float32, and behind 8 bits these sums as integers
+# of 32 bits, times SUM_FACTOR.
 RECORD_BYTES = 2 * BLOCK + 16
 BYTE_RECORD_BYTES = BLOCK + 16
+SUM_FACTOR = -32
+"""What Q6_K, whose integers have an offset of 32, adds to its sums for every unit of an input."""
 # Rows are rounded to integers below 2^15, or up to 127.
 MANTISSA_SHIFT = 14
 LARGEST_BYTE = 127
@@ -98,7 +101,11 @@ def emit_shorts(vectors: Any, halves: list[Any], largest: Any, record: Any) -> N
         shorts = builder.trunc(words, ir.VectorType(ir.IntType(16), LANES))
         vectors.store(shorts, builder.add(record, WIDE(2 * LANES * half)))
         rounded.append(words)
-    _store_scale(vectors, rounded, scale, builder.add(record, WIDE(RECORD_BYTES - 16)))
+    address = builder.add(record, WIDE(RECORD_BYTES - 16))
+    sums = _store_scale(vectors, rounded, scale, address)
+    for half, number in enumerate(sums):
+        value = builder.fmul(builder.sitofp(number, FLOAT), scale)
+        vectors.store(value, builder.add(address, WIDE(8 + 4 * half)))
 
 
 def emit_bytes(vectors: Any, halves: list[Any], largest: Any, record: Any) -> None:
@@ -115,7 +122,11 @@ def emit_bytes(vectors: Any, halves: list[Any], largest: Any, record: Any) -> No
         content = builder.trunc(words, BYTES)
         content = builder.shuffle_vector(content, content, ir.Constant(WORDS, order))
         vectors.store(content, builder.add(record, WIDE(LANES * half)))
-    _store_scale(vectors, rounded, scale, builder.add(record, WIDE(BYTE_RECORD_BYTES - 16)))
+    address = builder.add(record, WIDE(BYTE_RECORD_BYTES - 16))
+    sums = _store_scale(vectors, rounded, scale, address)
+    for half, number in enumerate(sums):
+        value = builder.mul(number, WORD(SUM_FACTOR))
+        vectors.store(value, builder.add(address, WIDE(8 + 4 * half)))
 
 
 def _guard_scale(builder: Any, exponent: Any, scale: Any, factor: Any) -> tuple[Any, Any]:
@@ -140,14 +151,16 @@ def _round_numbers(vectors: Any, halves: list[Any], factor: Any) -> list[Any]:
     return [builder.fptosi(builder.call(rint, [numbers]), WORDS) for numbers in scaled]
 
 
-def _store_scale(vectors: Any, rounded: list[Any], scale: Any, address: Any) -> None:
-    """Store the scale of integers, and their sum and those of their halves times the scale."""
+def _store_scale(vectors: Any, rounded: list[Any], scale: Any, address: Any) -> list[Any]:
+    """Store the scale of integers, and their sum times the scale; return the sums of their
+    halves.
+    """
     builder = vectors.builder
     sums = [_reduce(builder, "add", words) for words in rounded]
-    totals = builder.add(*sums), *sums
-    scaled = [builder.fmul(builder.sitofp(number, FLOAT), scale) for number in totals]
-    for number, value in enumerate([scale, *scaled]):
-        vectors.store(value, builder.add(address, WIDE(4 * number)))
+    total = builder.fmul(builder.sitofp(builder.add(*sums), FLOAT), scale)
+    vectors.store(scale, address)
+    vectors.store(total, builder.add(address, WIDE(4)))
+    return sums
 
 
 def _reduce(builder: Any, operation: str, words: Any) -> Any:

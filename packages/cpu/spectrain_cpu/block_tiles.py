@@ -18,8 +18,9 @@ from llvmlite import ir
 from numba import types
 
 from .block_formats import COLUMNS, LINE, VECTORS, BlockFormat
-from .block_rows import BYTE_RECORD_BYTES, BYTES, MAX_TILE_ROWS, RECORD_BYTES
+from .block_rows import BYTE_RECORD_BYTES, BYTES, MAX_TILE_ROWS, RECORD_BYTES, SUM_FACTOR
 from .vectors import (
+    FLOAT,
     LANES,
     VECTOR,
     WIDE,
@@ -139,14 +140,9 @@ class BlockTile:
 
     def _add_offset(self, scale: Any, minimum: Any) -> Any:
         """Return the minimum of unsigned integers: that of the file, or that of the offset."""
-        if minimum is not None or not self.offset:
+        if minimum is not None or not self.format.offset:
             return minimum
-        return self.builder.fmul(scale, self.vectors.constant(-float(self.offset)))
-
-    @property
-    def offset(self) -> int:
-        """What is subtracted from every integer that is multiplied."""
-        return self.format.offset
+        return self.builder.fmul(scale, self.vectors.constant(-float(self.format.offset)))
 
     def _load_integers(self, address: Any, is_signed: bool) -> Any:
         """Return 16 bytes as float32."""
@@ -159,33 +155,47 @@ class BlockTile:
     ) -> list[Any]:
         """Add the products of a block to the sums of the rows."""
         builder = self.builder
-        count = self.num_steps // len(parts)
-        scale_byte = self.record_bytes - 16
+        totals = list(totals)
+        for number, (scale, minimum) in enumerate(parts):
+            sums = self._sum_part(rows, block, number, len(parts))
+            for row in range(self.num_rows):
+                factor = self._load_number(rows, row, 0)
+                totals[row] = self.vectors.multiply_add(
+                    sums[row], builder.fmul(scale, factor), totals[row]
+                )
+                if minimum is not None:
+                    index = 1 if len(parts) == 1 else 2 + number
+                    inputs = self._load_number(rows, row, index)
+                    totals[row] = self.vectors.multiply_add(minimum, inputs, totals[row])
+        return totals
+
+    def _sum_part(self, rows: Any, block: Any, number: int, num_parts: int) -> list[Any]:
+        """Return the products of a part of a block with every row: integers, as float32."""
+        builder = self.builder
+        count = self.num_steps // num_parts
         # A few rows have two chains of sums, because each addition waits for the one before it.
         chains = 2 if self.num_rows < 3 else 1
         zeros = ir.Constant(WORDS, [0] * LANES)
-        totals = list(totals)
-        for number, (scale, minimum) in enumerate(parts):
-            sums = [[zeros] * chains for _ in range(self.num_rows)]
-            for index, weights in enumerate(self._iterate_steps(block, number * count, count)):
-                for row in range(self.num_rows):
-                    chain = index % chains
-                    offset = self.record_bytes * row + 4 * (number * count + index)
-                    sums[row][chain] = self._add_products(sums[row][chain], weights, rows, offset)
+        sums = []
+        for row in range(self.num_rows):
+            start = self._start_sum(rows, row, number, num_parts)
+            sums.append([start] + [zeros] * (chains - 1))
+        for index, weights in enumerate(self._iterate_steps(block, number * count, count)):
+            chain = index % chains
             for row in range(self.num_rows):
-                record = builder.add(rows, WIDE(self.record_bytes * row))
-                total = sums[row][0]
-                for other in sums[row][1:]:
-                    total = builder.add(total, other)
-                factor = self.vectors.load_repeated(builder.add(record, WIDE(scale_byte)))
-                totals[row] = self.vectors.multiply_add(
-                    builder.sitofp(total, VECTOR), builder.fmul(scale, factor), totals[row]
-                )
-                if minimum is not None:
-                    at = scale_byte + (4 if len(parts) == 1 else 8 + 4 * number)
-                    inputs = self.vectors.load_repeated(builder.add(record, WIDE(at)))
-                    totals[row] = self.vectors.multiply_add(minimum, inputs, totals[row])
-        return totals
+                offset = self.record_bytes * row + 4 * (number * count + index)
+                sums[row][chain] = self._add_products(sums[row][chain], weights, rows, offset)
+        totals = [row[0] if chains == 1 else builder.add(*row) for row in sums]
+        return [builder.sitofp(total, VECTOR) for total in totals]
+
+    def _start_sum(self, rows: Any, row: int, number: int, num_parts: int) -> Any:
+        """Return what the sums of a part of a block begin with."""
+        return ir.Constant(WORDS, [0] * LANES)
+
+    def _load_number(self, rows: Any, row: int, index: int, kind: Any = FLOAT) -> Any:
+        """Return a number behind the integers of a row's record in every lane."""
+        offset = self.record_bytes * row + self.record_bytes - 16 + 4 * index
+        return self.vectors.load_repeated(self.builder.add(rows, WIDE(offset)), kind)
 
     def _iterate_steps(self, block: Any, first: int, count: int) -> Any:
         """Yield the integers of vectors of a block: two inputs of 16 outputs in 16 bits each."""
@@ -289,6 +299,43 @@ class ByteTile(BlockTile):
         unsigned ones.
         """
         return 128 if self.format.low_bits == 8 else self.format.offset
+
+    def _add_offset(self, scale: Any, minimum: Any) -> Any:
+        """Return the minimum of the file alone, because sums begin with what the offset adds."""
+        return minimum
+
+    def _start_sum(self, rows: Any, row: int, number: int, num_parts: int) -> Any:
+        """Return what the offset of the weights adds to the products of a part of a block."""
+        if not self.offset:
+            return super()._start_sum(rows, row, number, num_parts)
+        halves = range(2) if num_parts == 1 else [number]
+        sums = [self._load_number(rows, row, 2 + half, WORD) for half in halves]
+        total = sums[0] if len(sums) == 1 else self.builder.add(*sums)
+        shift = self.offset.bit_length() - (-SUM_FACTOR).bit_length()
+        change = self.builder.shl if shift > 0 else self.builder.ashr
+        return change(total, ir.Constant(WORDS, [abs(shift)] * LANES)) if shift else total
+
+    def _add_block(
+        self, rows: Any, block: Any, parts: list[tuple[Any, Any]], totals: list[Any]
+    ) -> list[Any]:
+        """Add the products of a block to the sums of the rows. The parts of a block share the scale
+        of a row, by which their sum is multiplied: an instruction less than for each part.
+        """
+        if len(parts) == 1:
+            return super()._add_block(rows, block, parts, totals)
+        sums = [self.vectors.constant(0.0)] * self.num_rows
+        for number, (scale, _) in enumerate(parts):
+            products = self._sum_part(rows, block, number, len(parts))
+            for row, product in enumerate(products):
+                sums[row] = (
+                    self.builder.fmul(product, scale)
+                    if number == 0
+                    else self.vectors.multiply_add(product, scale, sums[row])
+                )
+        return [
+            self.vectors.multiply_add(sums[row], self._load_number(rows, row, 0), total)
+            for row, total in enumerate(totals)
+        ]
 
     def _iterate_steps(self, block: Any, first: int, count: int) -> Any:
         """Yield unsigned bytes of a block: four inputs of 16 outputs."""

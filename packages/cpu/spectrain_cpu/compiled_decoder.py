@@ -8,7 +8,7 @@ nodes, D width, d head size.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,16 @@ from .available import has_cpu_kernels
 from .blockers import AttentionFunction
 from .compiled_layers import (
     CompiledLayer,
+    LayerKernels,
     NodeBuffers,
     add_norm,
     flatten_texts,
     join_terms,
 )
 from .fused_layers import CachedRotation
+
+if TYPE_CHECKING:
+    from .joined_layers import BlockLayers
 
 ANGLES_STEP = 128
 """Positions whose angles are computed together: few enough that torch computes all in vectors,
@@ -79,6 +83,7 @@ class CompiledDecoder:
         ]
         self.sources = [product.source for product in products]
         self.packed = [product.weight for product in products]
+        self.block_layers = join_layers([forward.layer_kernels for forward in self.forwards])
 
     def is_current(self, attend: AttentionFunction) -> bool:
         """Return whether the layers still compute what was compiled; called at every forward, so
@@ -107,16 +112,15 @@ class CompiledDecoder:
             hidden, angles, tree_cache, kwargs["visibility"], self.forwards[0].layer_kernels
         )
         added = None
-        for layer, forward in zip(self.layers, self.forwards):
-            if layer._forward_hooks or layer._forward_pre_hooks:
+        index = 0
+        while index < len(self.layers):
+            layer = self.layers[index]
+            end = index + 1
+            if has_hooks(layer):
                 hidden = hidden if added is None else join_terms(hidden, added)
                 added = None
-            if layer._forward_pre_hooks and only_reads_input(layer):
-                for hook in layer._forward_pre_hooks.values():
-                    hook(layer, (hidden.view(shape),), {})
-                hidden, added = forward.layer_kernels.run(hidden, None, buffers)
-            elif layer._forward_hooks or layer._forward_pre_hooks:
-                with override_forwards([(layer, forward)]):
+            if not only_reads_input(layer):
+                with override_forwards([(layer, self.forwards[index])]):
                     hidden = layer(
                         hidden.view(shape),
                         position_embeddings=angles,
@@ -125,11 +129,29 @@ class CompiledDecoder:
                     )
                 hidden = flatten_texts(hidden)
             else:
-                hidden, added = forward.layer_kernels.run(hidden, added, buffers)
+                for hook in layer._forward_pre_hooks.values():
+                    hook(layer, (hidden.view(shape),), {})
+                while end < len(self.layers) and not has_hooks(self.layers[end]):
+                    end += 1
+                hidden, added = self._run_layers(index, end, hidden, added, buffers)
+            index = end
         add_norm(
             hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.first_sum, buffers
         )
         return BaseModelOutputWithPast(last_hidden_state=buffers.normed.view(shape))
+
+    def _run_layers(
+        self, first: int, end: int, hidden: Tensor, added: Tensor | None, buffers: NodeBuffers
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers from `first` to before `end`, none of which has hooks that are still to
+        be called, on hidden + added [1, N, D]; return two terms of their output.
+        """
+        if self.block_layers is not None:
+            return self.block_layers.run(first, end, hidden, added, buffers)
+        for forward in self.forwards[first:end]:
+            hidden, added = forward.layer_kernels.run(hidden, added, buffers)
+        assert added is not None
+        return hidden, added
 
     def _angles(self, positions: Tensor, max_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, N, d] at positions [B, N] below `max_length`."""
@@ -138,3 +160,19 @@ class CompiledDecoder:
             parts = [self.rotary(hidden, part[None]) for part in every.split(ANGLES_STEP)]
             self.cos, self.sin = (torch.cat(halves, dim=1)[0] for halves in zip(*parts))
         return F.embedding(positions, self.cos), F.embedding(positions, self.sin)
+
+
+def has_hooks(layer: Any) -> bool:
+    """Return whether something is called before or after a layer."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+
+
+def join_layers(layers: list[LayerKernels]) -> BlockLayers | None:
+    """Return what runs layers in one call, where their weights are in the blocks of a GGUF file."""
+    weights = [linear.weight for linear in layers[0].products[0].source.linears]
+    if not isinstance(weights[0], BlockWeight):
+        return None
+    # Only their kernels import gguf.
+    from .joined_layers import BlockLayers
+
+    return BlockLayers(layers) if BlockLayers.supports(layers) else None

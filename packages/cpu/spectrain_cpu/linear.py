@@ -28,6 +28,7 @@ from torch import Tensor
 from spectrain.kernels.onednn import onednn_linear
 
 from .available import has_panel_kernels
+from .huge_pages import LINE, copy_to_lines
 from .team import MAX_MEMBERS, current_team, job_numbers, run_job
 from .vectors import (
     WIDE,
@@ -51,7 +52,6 @@ COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 14  # whose sums fit in the registers, two vectors each
 # bytes that a single pass fetches ahead: 6 KB is too late for 12 rows, 36 KB too early for 8
 FETCH_AHEAD = 12 * 1024
-LINE = 64  # bytes of a vector
 SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of one thread
 # of a thread: it takes a microsecond to multiply one, and some tenths of it to give it away
 LEAST_PANELS = 4
@@ -316,7 +316,7 @@ class WeightPanels:
         self.words = width // per_word
         self.chunk = (chunk or width) // per_word
         blocks = weight.view(outputs // COLUMNS, 2, COLUMNS // 2, self.words, per_word)
-        self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
+        self.panels = copy_to_lines(blocks.permute(0, 3, 1, 2, 4))
         self.sums = working_sums()
         if not self.serve_many_rows:
             WeightPanels.stored_bytes += self.panels.nbytes

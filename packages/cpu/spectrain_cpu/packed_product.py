@@ -48,7 +48,13 @@ def join_blocks(weights: Sequence[Tensor]) -> Any:
     from .block_products import BlockPanels, BlockProduct
 
     panels = [store for store in stores if isinstance(store, BlockPanels)]
-    return BlockProduct(panels) if len(panels) == len(stores) else None
+    if len(panels) < len(stores):
+        return None
+    if weights[0].dtype == torch.bfloat16:
+        from .block_layers import prepare_block_layers
+
+        prepare_block_layers()
+    return BlockProduct(panels)
 
 
 def allocate_blocks(outputs: int, width: int, tensor_type: Any, in_bytes: bool) -> Any:

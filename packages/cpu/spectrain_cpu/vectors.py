@@ -198,8 +198,9 @@ class VectorBuilder:
     def load(self, address: Any, kind: Any = VECTOR) -> Any:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2)
 
-    def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=align)
 
     def load_repeated(self, address: Any, kind: Any = FLOAT) -> Any:
         """Return a number in every lane."""
@@ -210,6 +211,16 @@ class VectorBuilder:
         if not is_half:
             return self.load(address)
         return self.widen_low(self.builder.zext(self.load(address, HALVES), WORDS))
+
+    def narrow(self, numbers: Any) -> Any:
+        """Return 16 float32 as the nearest bfloat16, ties to even, as 16 numbers of 16 bits."""
+        builder = self.builder
+        bits = builder.bitcast(numbers, WORDS)
+        last = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+        rounded = builder.add(builder.add(bits, _words(0x7FFF)), last)
+        rounded = builder.lshr(rounded, _words(16))
+        is_number = builder.fcmp_ordered("ord", numbers, numbers)
+        return builder.trunc(builder.select(is_number, rounded, _words(0x7FC0)), HALVES)
 
     def repeat(self, number: Any) -> Any:
         vector = ir.VectorType(number.type, LANES)
@@ -319,6 +330,11 @@ class VectorBuilder:
         builder.cbranch(builder.icmp_signed("<", after[0], count), body, done)
         builder.position_at_end(done)
         return after[1:]
+
+
+def _words(number: int) -> Any:
+    """Return a word of 32 bits in every lane."""
+    return ir.Constant(WORDS, [number] * LANES)
 
 
 @cache
