@@ -220,11 +220,11 @@ def test_a_path_that_cannot_be_written_is_a_single_sentence(tmp_path: Path, numb
 
 @pytest.mark.parametrize("kind", ["file", "nothing", "pipe", "folder"])
 def test_a_file_that_is_changed_in_place_is_no_link_and_no_pipe(tmp_path: Path, kind: str) -> None:
-    mine = tmp_path / "mine"
+    outside = tmp_path / "outside"
     lock = tmp_path / "lock"
     make: dict[str, Any] = {
-        "file": lambda: (mine.write_text("mine"), lock.symlink_to(mine)),
-        "nothing": lambda: lock.symlink_to(mine),
+        "file": lambda: (outside.write_text("text"), lock.symlink_to(outside)),
+        "nothing": lambda: lock.symlink_to(outside),
         "pipe": lambda: os.mkfifo(lock),
         "folder": lock.mkdir,
     }
@@ -236,7 +236,7 @@ def test_a_file_that_is_changed_in_place_is_no_link_and_no_pipe(tmp_path: Path, 
     ):
         pass
     assert list_names(tmp_path) == before
-    assert not mine.exists() or mine.read_text() == "mine"
+    assert not outside.exists() or outside.read_text() == "text"
 
 
 def test_paths_are_refused_before_anything_slow_runs(

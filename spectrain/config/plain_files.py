@@ -26,23 +26,23 @@ def read_json(path: Path, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES)
     return parse_file(path, parse_json, "JSON", remedy, limit)
 
 
-class RepeatedKey(ValueError):
+class ContradictoryKey(ValueError):
     """A key that a group of settings has twice, with different values; the message is the key."""
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; raise RepeatedKey for a key with two values."""
+    """Return the value of a JSON text; raise ContradictoryKey for a key with two values."""
     return json.loads(text, object_pairs_hook=merge_pairs)
 
 
 def merge_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return settings by name; raise RepeatedKey for a name with two values, of which every reader
-    could take the other one.
+    """Return settings by name; raise ContradictoryKey for a name with two values, of which every
+    reader could take the other one.
     """
     settings: dict[str, Any] = {}
     for key, value in pairs:
         if key in settings and settings[key] != value:
-            raise RepeatedKey(str(key)[:40])
+            raise ContradictoryKey(str(key)[:40])
         settings[key] = value
     return settings
 
@@ -107,7 +107,7 @@ def parse_file(
         raise
     except RecursionError as error:
         raise UserError(f"{path}: its values are nested too deeply; {remedy}") from error
-    except RepeatedKey as error:
+    except ContradictoryKey as error:
         raise UserError(
             f"{path}: {error} is given twice, with different values; leave one of them out"
         ) from error

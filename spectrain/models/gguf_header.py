@@ -56,20 +56,34 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 # Which values a key has, by how it ends. transformers takes the only number of a list for a number,
 # and true for 1; llama.cpp refuses both.
 SIZE_KEYS = (
-    ".context_length", ".embedding_length", ".block_count", ".vocab_size",
-    ".attention.key_length", ".attention.value_length", ".attention.sliding_window",
-    ".rope.dimension_count", ".rope.scaling.original_context_length",
-    ".expert_count", ".expert_used_count", ".expert_feed_forward_length", ".nextn_predict_layers",
-    "_token_id", "general.alignment",
-)  # fmt: skip
+    ".context_length",
+    ".embedding_length",
+    ".block_count",
+    ".vocab_size",
+    ".attention.key_length",
+    ".attention.value_length",
+    ".attention.sliding_window",
+    ".rope.dimension_count",
+    ".rope.scaling.original_context_length",
+    ".expert_count",
+    ".expert_used_count",
+    ".expert_feed_forward_length",
+    ".nextn_predict_layers",
+    "_token_id",
+    "general.alignment",
+)
 RATE_KEYS = (
-    ".rope.freq_base", ".rope.scaling.factor", ".attention.layer_norm_epsilon",
+    ".rope.freq_base",
+    ".rope.scaling.factor",
+    ".attention.layer_norm_epsilon",
     ".attention.layer_norm_rms_epsilon",
-)  # fmt: skip
+)
 TEXT_KEYS = (
-    "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre",
+    "general.architecture",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
     "tokenizer.chat_template",
-)  # fmt: skip
+)
 # One number for all layers, or a list with one for each.
 LAYER_KEYS = (".attention.head_count", ".attention.head_count_kv", ".feed_forward_length")
 # Settings that layers have one each of are shorter, vocabularies longer.

@@ -112,7 +112,7 @@ def test_what_is_no_checkpoint_is_neither_taken_for_one_nor_deleted(tmp_path: Pa
     others = ["step-000009-v2", "step-x9", "best-of-2", "step-000008.backup.part"]
     for name in others:
         (folder / name).mkdir(parents=True)
-    outside = tmp_path / "mine"
+    outside = tmp_path / "outside"
     outside.mkdir()
     links = ["step-000007", "best-000007", "step-000006.part"]
     for name in links:
@@ -124,5 +124,5 @@ def test_what_is_no_checkpoint_is_neither_taken_for_one_nor_deleted(tmp_path: Pa
     delete_best_except(tmp_path / "run", set())
     newest = checkpoint_path(tmp_path / "run", 2)
     assert latest_checkpoint(tmp_path / "run") == newest
-    kept = sorted([*others, *links, "step-000099", newest.name])
-    assert sorted(path.name for path in folder.iterdir()) == kept and outside.is_dir()
+    remaining = sorted([*others, *links, "step-000099", newest.name])
+    assert sorted(path.name for path in folder.iterdir()) == remaining and outside.is_dir()

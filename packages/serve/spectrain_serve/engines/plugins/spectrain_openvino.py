@@ -56,13 +56,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Settings that this server does not have, with the values by which they change nothing."""
 OTHER_KEYS = {
-    "model", "prompt", "messages", "tools", "chat_template_kwargs", "stream_options", "user",
-}  # fmt: skip
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "stream_options",
+    "user",
+}
 """Keys that are read elsewhere, or that change no answer."""
 REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
-class Refusal(Exception):
+class RefusedRequest(Exception):
     """A request that is refused before its body is read, with the status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -175,7 +181,7 @@ class PipelineThread:
         request = OpenRequest(ids, config)
         with self._lock:
             if len(self._added) + len(self._open) >= MAX_OPEN:
-                raise Refusal(503, f"{MAX_OPEN} requests are open; try again later")
+                raise RefusedRequest(503, f"{MAX_OPEN} requests are open; try again later")
             self._added.append(request)
             self._lock.notify()
         return request
@@ -366,15 +372,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             self.answer_post()
-        except Refusal as refusal:
+        except RefusedRequest as refusal:
             # What is left of the body is not the next request.
             self.close_connection = True
             self.reply(refusal.status, {"error": {"message": str(refusal)}})
 
     def answer_post(self) -> None:
-        """Answer a prompt; a Refusal is raised before the body of the request is read."""
+        """Answer a prompt; a RefusedRequest is raised before the body of the request is read."""
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
-            raise Refusal(404, f"there is no {self.path}")
+            raise RefusedRequest(404, f"there is no {self.path}")
         is_chat = self.path.endswith("chat/completions")
         content = self.read_body()
         try:
@@ -403,9 +409,9 @@ class Handler(BaseHTTPRequestHandler):
         length = lengths.pop() if len(lengths) == 1 else ""
         is_number = length.isascii() and length.isdecimal()
         if not is_number or "Transfer-Encoding" in self.headers:
-            raise Refusal(411, "send the body with one Content-Length")
+            raise RefusedRequest(411, "send the body with one Content-Length")
         if int(length[:20]) > MAX_BODY_BYTES:
-            raise Refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise RefusedRequest(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         return self.rfile.read(int(length))
 
     def tokenize(self, body: dict[str, Any], is_chat: bool) -> list[int]:
