@@ -8,10 +8,12 @@ says so.
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import Environment, FileSystemLoader
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.eval.axes.tables import section_axis
@@ -44,7 +46,27 @@ from spectrain.eval.figures import COLORS, DARK_COLORS, make_color_style
 from spectrain.eval.headline import describe_headline
 from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
-from spectrain.files import write_text
+from spectrain.files import iterate_lines, require_regular_file, write_text
+
+
+class HeldOutNumbers(BaseModel):
+    """What the page shows of a validation."""
+
+    forecast: FiniteFloat | None = None
+    forecast_interval: tuple[FiniteFloat, FiniteFloat] | None = None
+
+
+class MetricsLine(BaseModel):
+    """What the page shows of a line of metrics.jsonl. Of a drafter's directory that somebody else
+    made, that file may hold anything.
+    """
+
+    step: Annotated[int, Field(ge=0, le=10**12)]
+    loss: FiniteFloat
+    agreement: list[FiniteFloat] | None = None
+    held_out: HeldOutNumbers | None = None
+    held_out_at_start: HeldOutNumbers | None = None
+
 
 # positions of a drawn tree, the most often drafted ones: a dynamic tree has many rare ones
 MAX_POSITIONS = 128
@@ -119,7 +141,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         # A server does not say what it drafted.
         missing = [name for name in missing if name != "drafts.jsonl"]
     lines = read_lines(folder / "drafts.jsonl")
-    metrics = [] if run is None else read_lines(run / "metrics.jsonl")
+    metrics = [] if run is None else read_metrics(run / "metrics.jsonl")
     held_out = held_out_points(metrics)
     setting = summary.get("setting", {})
     turns = [line for line in lines if "rounds" in line]
@@ -156,13 +178,31 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file: no lines if there is no file, and without a line that a kill cut short."""
+    """Read a JSONL file: no lines if there is no file, and without a line that a kill cut short or
+    that is no object.
+    """
+    if not path.exists():
+        return []
+    require_regular_file(path)
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in iterate_lines(file, path):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a metrics.jsonl whose numbers are numbers."""
+    lines = []
+    for line in read_lines(path):
+        with suppress(ValidationError):
+            MetricsLine.model_validate_json(json.dumps(line), strict=True)
+            lines.append(line)
     return lines
 
 

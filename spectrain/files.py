@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -205,6 +206,29 @@ def require_regular_file(path: Path, remedy: str = COPY_AGAIN) -> None:
         raise UserError(f"{path}: this is no file; {remedy}")
 
 
+def open_in_place(path: Path | str, flags: int, mode: int = 0o666) -> int:
+    """Open a file that is changed where it is, and return its handle.
+
+    A UserError is raised for a link, because a folder that somebody else made may hold one that
+    leads to another file of this user, and for a pipe or a device.
+    """
+    try:
+        # Opening a pipe would wait for somebody who reads it.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if os.path.islink(path):
+            raise UserError(
+                f"{path}: this is a link, and what it leads to is not changed; delete it"
+            ) from error
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"{path}: this is no file; delete it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise UserError(f"{path}: this is no file; delete it")
+    return handle
+
+
 def check_encoding(start: bytes, path: Path) -> None:
     """Raise a UserError where the first bytes of a file are the byte-order mark of another
     encoding than UTF-8.
@@ -341,31 +365,27 @@ def lock_file(
     Yield whether the file system has locks. A temporary file is deleted at the end.
     """
     deadline = time.monotonic() + seconds
-    file = path.open("a+b")
+    flags = os.O_RDWR | os.O_CREAT
+    handle = open_in_place(path, flags)
     try:
-        while (is_guarded := try_lock(file.fileno())) is None or not is_open_file(
-            file.fileno(), path
-        ):
+        while (is_guarded := try_lock(handle)) is None or not is_open_file(handle, path):
             if is_guarded is None and time.monotonic() >= deadline:
-                holder = (
-                    os.pread(file.fileno(), 300, 0).decode(errors="replace").strip()
-                    or "another process"
-                )
-                raise LockTaken(f"{taken} ({holder}); {remedy}")
+                holder = os.pread(handle, 300, 0).decode(errors="replace").strip()
+                raise LockTaken(f"{taken} ({holder or 'another process'}); {remedy}")
             if is_guarded is None:
                 time.sleep(min(1.0, seconds))
             # The process that held the lock may have deleted the file.
-            file.close()
-            file = path.open("a+b")
-        os.truncate(file.fileno(), 0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.close(handle)
+            handle = open_in_place(path, flags)
+        os.truncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield is_guarded
         finally:
             if is_temporary:
                 path.unlink(missing_ok=True)
     finally:
-        file.close()
+        os.close(handle)
 
 
 def try_lock(handle: int) -> bool | None:

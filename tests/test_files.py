@@ -15,6 +15,7 @@ from spectrain.files import (
     FolderBusy,
     atomic_write,
     explain_failed_write,
+    lock_file,
     make_folder_once,
     require_writable,
     write_text,
@@ -215,6 +216,27 @@ def test_a_path_that_cannot_be_written_is_a_single_sentence(tmp_path: Path, numb
         explain_failed_write(tmp_path / "place"),
     ):
         raise OSError(number, os.strerror(number), str(tmp_path / "source"))
+
+
+@pytest.mark.parametrize("kind", ["file", "nothing", "pipe", "folder"])
+def test_a_file_that_is_changed_in_place_is_no_link_and_no_pipe(tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    lock = tmp_path / "lock"
+    make: dict[str, Any] = {
+        "file": lambda: (outside.write_text("text"), lock.symlink_to(outside)),
+        "nothing": lambda: lock.symlink_to(outside),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+    }
+    make[kind]()
+    before = list_names(tmp_path)
+    with (
+        pytest.raises(UserError, match=f"{lock}: this is .*delete it"),
+        lock_file(lock, "taken", "wait"),
+    ):
+        pass
+    assert list_names(tmp_path) == before
+    assert not outside.exists() or outside.read_text() == "text"
 
 
 def test_paths_are_refused_before_anything_slow_runs(

@@ -13,7 +13,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import RunError, UserError
 from spectrain.eval.quantization_loss import measure_quantization_loss
-from spectrain.export.card import describe_loss, read_scores, render_card
+from spectrain.export.card import describe_loss, read_shown_scores, render_card
 from spectrain.export.converter import (
     convert,
     read_drafter,
@@ -150,7 +150,7 @@ def export_command(
         write_schedules(
             scratch,
             make_launches(drafter, layout, files_of_target, name),
-            find_schedules(read_scores(Path(str(run)))),
+            find_schedules(read_shown_scores(Path(str(run)))),
         )
         (scratch / "README.md").write_text(
             render_card(

@@ -6,7 +6,7 @@ Nothing here imports what composes or checks a configuration, so whatever decode
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,28 @@ def read_json(path: Path, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES)
     """Read a JSON file of at most `limit` bytes; a UserError says why it cannot be read, and the
     `remedy`.
     """
-    return parse_file(path, json.loads, "JSON", remedy, limit)
+    return parse_file(path, parse_json, "JSON", remedy, limit)
+
+
+class ContradictoryKey(ValueError):
+    """A key that a group of settings has twice, with different values; the message is the key."""
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text; raise ContradictoryKey for a key with two values."""
+    return json.loads(text, object_pairs_hook=merge_pairs)
+
+
+def merge_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return settings by name; raise ContradictoryKey for a name with two values, of which every
+    reader could take the other one.
+    """
+    settings: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in settings and settings[key] != value:
+            raise ContradictoryKey(str(key)[:40])
+        settings[key] = value
+    return settings
 
 
 def read_yaml(path: Path) -> Any:
@@ -48,6 +69,16 @@ class _PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it refers to a value by an alias")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, whose values are constructed with it, because they are compared."""
+        settings = super().construct_mapping(node, deep=True)
+        if len(settings) < len(node.value):
+            merge_pairs(
+                (self.construct_object(key), self.construct_object(value, deep=True))
+                for key, value in node.value
+            )
+        return settings
 
 
 def parse_file(
@@ -76,6 +107,10 @@ def parse_file(
         raise
     except RecursionError as error:
         raise UserError(f"{path}: its values are nested too deeply; {remedy}") from error
+    except ContradictoryKey as error:
+        raise UserError(
+            f"{path}: {error} is given twice, with different values; leave one of them out"
+        ) from error
     except (ValueError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{path}: this is not {kind} ({reason[0]}); {remedy}") from error

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from spectrain.errors import UserError, first_line
 from spectrain.files import write_text
@@ -35,6 +42,8 @@ class Row:
     per generated answer.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     id: int  # the conversation's number in the source
     messages: list[Message]
     finish_reason: list[str]  # "length" where max_new_tokens cut the answer
@@ -46,6 +55,9 @@ class Row:
     chat_template_kwargs: dict[str, Any] | None = None
     # Why the conversation ends before its source; null where it does not.
     ended: str | None = None
+
+
+ROW = TypeAdapter(Row)
 
 
 @dataclass(frozen=True)
@@ -354,6 +366,6 @@ def read_rows(path: Path) -> Iterator[Row]:
         return
     for line in path.read_bytes().split(b"\n"):
         try:
-            yield Row(**json.loads(line))
-        except (ValueError, TypeError, RecursionError):
+            yield ROW.validate_json(line, strict=True)
+        except ValidationError:
             continue

@@ -13,6 +13,7 @@ from typing import Any
 from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
+from spectrain.errors import UserError, describe_error
 from spectrain.servers.advice import list_engine_advice
 from spectrain.servers.commands import Engine, EngineLaunch
 from spectrain.servers.engines import ENGINES, simulate_acceptance
@@ -38,7 +39,7 @@ def render_card(
     """Return the text of README.md; its numbers are those of the run's evaluations, by real
     decoding, and what `quantization` of spectrain.json says of rounded weights.
     """
-    scores = read_scores(run)
+    scores = read_shown_scores(run)
     launches = make_launches(drafter, layout, target, drafter_path)
     kind = FAMILY_TITLES.get(drafter.family, drafter.family)
     name = base_model_name(target, drafter, run)
@@ -106,9 +107,39 @@ def read_scores(run: Path) -> Scores:
     paths = sorted(
         run.glob("eval/*/summary.json"), key=lambda path: (path.parent.name != "heldout", path)
     )
-    scores = {path.parent.name: read_json_object(path) for path in paths}
+    scores = {path: read_json_object(path) for path in paths}
     # A server may have scored another export, or simulated acceptance.
-    return {name: summary for name, summary in scores.items() if "server" not in summary}
+    return {
+        path.parent.name: summary for path, summary in scores.items() if "server" not in summary
+    }
+
+
+def read_shown_scores(run: Path) -> Scores:
+    """Return the scores of `read_scores`; raise a UserError for a summary.json that has another
+    form than a score: what cannot be shown by itself is damaged.
+    """
+    scores = read_scores(run)
+    for name, summary in scores.items():
+        check_score(run / "eval" / name / "summary.json", summary)
+    return scores
+
+
+def check_score(path: Path, summary: dict[str, Any]) -> None:
+    """Raise a UserError for the content of a summary.json that cannot be shown."""
+    score = {path.parent.name: summary}
+    try:
+        measured_section(score)
+        rates = measured_rates(score)
+        if rates is not None and not all(0 <= rate <= 1 for rate in rates[1]):
+            raise ValueError("a rate of acceptance is no share")
+        schedules = find_schedules(score)
+        if schedules is not None:
+            describe_schedules(schedules, [])
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: it has another form than a score ({describe_error(error)}); score the run "
+            "again, or delete its folder"
+        ) from error
 
 
 def measured_section(summaries: Scores) -> list[str]:

@@ -41,6 +41,8 @@ SCALAR_FORMS = {
     ValueType.FLOAT64: "d",
 }
 """The form of a number in the module struct."""
+RATE_TYPES = (ValueType.FLOAT32, ValueType.FLOAT64)
+SIZE_TYPES = tuple(kind for kind in SCALAR_FORMS if kind not in (*RATE_TYPES, ValueType.BOOL))
 # A key has a length, a type and a value; a tensor a length, its number of dimensions, a type and an
 # offset.
 KEY_BYTES = 8 + 4 + 1
@@ -51,6 +53,39 @@ TENSOR_BYTES = 8 + 4 + 4 + 8
 ALIGNMENT = 32
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
+# Which values a key has, by how it ends. transformers takes the only number of a list for a number,
+# and true for 1; llama.cpp refuses both.
+SIZE_KEYS = (
+    ".context_length",
+    ".embedding_length",
+    ".block_count",
+    ".vocab_size",
+    ".attention.key_length",
+    ".attention.value_length",
+    ".attention.sliding_window",
+    ".rope.dimension_count",
+    ".rope.scaling.original_context_length",
+    ".expert_count",
+    ".expert_used_count",
+    ".expert_feed_forward_length",
+    ".nextn_predict_layers",
+    "_token_id",
+    "general.alignment",
+)
+RATE_KEYS = (
+    ".rope.freq_base",
+    ".rope.scaling.factor",
+    ".attention.layer_norm_epsilon",
+    ".attention.layer_norm_rms_epsilon",
+)
+TEXT_KEYS = (
+    "general.architecture",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+    "tokenizer.chat_template",
+)
+# One number for all layers, or a list with one for each.
+LAYER_KEYS = (".attention.head_count", ".attention.head_count_kv", ".feed_forward_length")
 # Settings that layers have one each of are shorter, vocabularies longer.
 MAX_SETTING_VALUES = 4096
 
@@ -227,6 +262,37 @@ def check_tensors(tensors: list[StoredTensor], alignment: int) -> None:
         end = -(-(tensor.start + tensor.num_bytes) // alignment) * alignment
 
 
+def check_value_types(fields: dict[str, HeaderField]) -> None:
+    """Raise `MalformedHeader` for a key whose value is of another type than all files have, such as
+    a list of one number for a number.
+    """
+    kinds = (
+        (SIZE_KEYS, SIZE_TYPES, "a whole number"),
+        (RATE_KEYS, RATE_TYPES, "a number with a fraction"),
+        (TEXT_KEYS, (ValueType.STRING,), "a text"),
+    )
+    for name, entry in fields.items():
+        for endings, types, what in kinds:
+            if name.endswith(endings) and entry.types[0] not in types:
+                raise MalformedHeader(f"its {name} is not {what}")
+        if name.endswith(LAYER_KEYS):
+            check_layer_value(name, entry, fields)
+
+
+def check_layer_value(name: str, entry: HeaderField, fields: dict[str, HeaderField]) -> None:
+    """Raise `MalformedHeader` for a value that is neither a whole number nor a list of one for each
+    layer.
+    """
+    if entry.types[-1] not in SIZE_TYPES:
+        raise MalformedHeader(f"its {name} is not a whole number")
+    architecture = name.partition(".")[0]
+    layers = fields.get(f"{architecture}.block_count")
+    if entry.types[0] == ValueType.ARRAY and (
+        layers is None or len(entry.types) > 2 or len(entry.parts) != layers.value
+    ):
+        raise MalformedHeader(f"its {name} is a list of another length than that of its layers")
+
+
 class HeaderReader:
     """Reads a header from the beginning, and never past the end of the file."""
 
@@ -261,6 +327,7 @@ class HeaderReader:
                 raise MalformedHeader(f"the key {name} is given twice")
             self.fields[name] = entry = HeaderField()
             self.read_value(self.read_type(), MAX_NESTED_ARRAYS, entry)
+        check_value_types(self.fields)
         self.check_count(num_tensors, TENSOR_BYTES, "tensors")
         tensors = [self.read_tensor() for _ in range(num_tensors)]
         alignment = self.read_alignment()

@@ -35,6 +35,8 @@ from typing import Any
 from spectrain.errors import UserError, suggest_nearest
 
 DEFAULT_THETA = 10000.0
+# Largest number of any key; bases of long contexts have ten digits.
+MAX_NUMBER = 1e15
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 FACTOR_LISTS = ("short_factor", "long_factor")
 PARTIAL = "partial_rotary_factor"
@@ -119,12 +121,12 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         rope[key] = _check_value(kind, key, given[key])
     for key, default in form.defaults.items():
-        if given.get(key) is not None and given[key] != default:
+        if given.get(key) is not None and not _is_same(given[key], default):
             rope[key] = _check_value(kind, key, given[key])
     if form.has_original_length:
         rope[ORIGINAL_LENGTH] = _find_original_length(kind, given, config)
     partial = given.get(PARTIAL, config.get(PARTIAL))
-    if partial is not None and partial != 1:
+    if partial is not None and not _is_same(partial, 1):
         rope[PARTIAL] = _check_number(kind, PARTIAL, partial)
         if partial > 1:
             raise RopeError(f"rope_type={kind}: {PARTIAL}={partial} must be 1 or less")
@@ -172,7 +174,9 @@ def _check_agreement(first: str, value: Any, second: str, other: Any) -> None:
 
 def _form_name(given: Mapping[str, Any]) -> Any:
     """Return the name of the form of a group, in either schema."""
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = next(
+        (given[key] for key in ("rope_type", "type") if given.get(key) is not None), "default"
+    )
     return "default" if kind == "mrope" else kind
 
 
@@ -180,12 +184,15 @@ def _select_group(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one rotary embedding; of a model with one for each kind of layer,
     that of full attention.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise RopeError(
-            f"rope_parameters={given}: it is no group of settings; write {{rope_type: default, "
-            f"rope_theta: 10000.0}}"
-        )
+    given: Mapping[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        group = config.get(key)
+        if group is not None and not isinstance(group, Mapping):
+            raise RopeError(
+                f"{key}={group}: it is no group of settings; write {{rope_type: default, "
+                f"rope_theta: 10000.0}}"
+            )
+        given = group or given
     by_kind = {kind: group for kind, group in given.items() if isinstance(group, Mapping)}
     if not by_kind:
         return dict(given)
@@ -226,11 +233,20 @@ def _check_value(kind: str, key: str, value: Any) -> Any:
 
 
 def _check_number(kind: str, key: str, value: Any) -> Any:
-    """Return a number above 0."""
+    """Return a number above 0; a base is above 1, so that frequencies fall."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise RopeError(f"rope_type={kind}: {key}={value!r} must be a number above 0")
+    least = 1 if key == "rope_theta" else 0
+    if not is_number or not least < value <= MAX_NUMBER:
+        raise RopeError(
+            f"rope_type={kind}: {key}={value!r} must be a number above {least}, and no larger "
+            f"than {MAX_NUMBER:g}"
+        )
     return value
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Tell whether a value is the default; true is no 1."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _drop_unused(rope: dict[str, Any]) -> dict[str, Any]:

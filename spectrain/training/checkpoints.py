@@ -6,6 +6,7 @@ loses nothing.
 """
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,9 @@ from .adapters import select_stage_groups
 from .validation_history import HeldOutGain
 
 CHECKSUM_KEY = "sha256"
+CHECKPOINT_NAME = re.compile("step-[0-9]{6,12}")
+BEST_NAME = re.compile("best-[0-9]{6,12}")
+UNFINISHED_NAME = re.compile(r"(step|best)-[0-9]{6,12}\.part")
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
 
 
@@ -58,7 +62,18 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def _list_checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*[0-9]"), key=checkpoint_step)
+    return sorted(_list_folders(folder, CHECKPOINT_NAME), key=checkpoint_step)
+
+
+def _list_folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """List the folders in a folder that have a name. Others, such as a copy that the user made, and
+    links are not this run's.
+    """
+    return [
+        path
+        for path in folder.glob("*")
+        if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def save_checkpoint(
@@ -80,7 +95,7 @@ def save_checkpoint(
     for old in _list_checkpoints(path.parent)[:-keep]:
         # renamed first: what is half deleted is no checkpoint
         shutil.rmtree(old.rename(old.with_name(old.name + ".part")))
-    for rest in path.parent.glob("*.part"):
+    for rest in _list_folders(path.parent, UNFINISHED_NAME):
         shutil.rmtree(rest)  # of a save or a deletion that was killed
 
 
@@ -456,7 +471,7 @@ def delete_best_except(run: Path, steps: set[int]) -> None:
     kill has undone.
     """
     paths = {best_weights_path(run, step) for step in steps}
-    for path in (run / "checkpoints").glob("best-*[0-9]"):
+    for path in _list_folders(run / "checkpoints", BEST_NAME):
         if path not in paths:
             shutil.rmtree(path)
 

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from spectrain.files import explain_failed_write, write_text
+from spectrain.files import (
+    explain_failed_write,
+    iterate_lines,
+    open_in_place,
+    require_regular_file,
+    write_text,
+)
 from spectrain.output.console import make_console
 from spectrain.output.progress_line import ProgressLine, format_duration
 from spectrain.output.text import mask_settings
@@ -92,7 +98,7 @@ class MetricsFile:
     def write(self, metrics: dict[str, Any]) -> None:
         with (
             explain_failed_write(self.path, "go on with trainer.resume=auto"),
-            self.path.open("a") as file,
+            open(self.path, "a", opener=open_in_place) as file,
         ):
             file.write(json.dumps(metrics) + "\n")
 
@@ -112,7 +118,9 @@ def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
 
 def _read_lines(path: Path) -> list[str]:
     """Read the lines of a file, whose bytes need not all be text."""
-    return path.read_text(errors="replace").splitlines()
+    require_regular_file(path)
+    with path.open(errors="replace") as file:
+        return [line.rstrip("\n") for line in iterate_lines(file, path)]
 
 
 def _parse_step(line: str) -> int | None:

@@ -269,6 +269,27 @@ WRONG: dict[str, tuple[Any, str]] = {
         "must be above low_freq_factor",
     ),
     "a number as text": ({"rope_type": "linear", "factor": "4"}, "factor='4' must be a number"),
+    "a base of one": ({"rope_type": "default", "rope_theta": 1}, "rope_theta=1 must be"),
+    "a base that is no base": (
+        {"rope_type": "default", "rope_theta": 1e308},
+        "rope_theta=1e+308 must be",
+    ),
+    "a factor without end": ({"rope_type": "linear", "factor": 10**30}, "must be a number above 0"),
+    "true for one": (
+        {"rope_type": "yarn", "factor": 4.0, "beta_slow": True},
+        "beta_slow=True must be a number",
+    ),
+    "one for true": (
+        {"rope_type": "yarn", "factor": 4.0, "truncate": 1},
+        "truncate=1 must be true or false",
+    ),
+    "true for a whole head": (
+        {"rope_type": "default", "partial_rotary_factor": True},
+        "partial_rotary_factor=True must be a number",
+    ),
+    "no name of a form": ({"rope_type": False}, "rope_type=False: there is no such"),
+    "an empty list": ([], "it is no group of settings"),
+    "false": (False, "it is no group of settings"),
     "a base below zero": ({"rope_type": "default", "rope_theta": -1}, "rope_theta=-1 must be"),
     "a part larger than the whole": (
         {"rope_type": "default", "partial_rotary_factor": 7},

@@ -57,6 +57,14 @@ def nested_arrays(depth: int) -> bytes:
     return struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQ", 4, 0)
 
 
+def array(kind: int, *items: bytes) -> bytes:
+    return struct.pack("<IQ", kind, len(items)) + b"".join(items)
+
+
+TWO = struct.pack("<I", 2)
+LAYERS = key(4, TWO, name=b"llama.block_count")
+HEADS = b"llama.attention.head_count"
+
 MALFORMED: dict[str, bytes] = {
     "nothing": b"",
     "another file": b"PK\x03\x04" + bytes(60),
@@ -90,6 +98,21 @@ MALFORMED: dict[str, bytes] = {
     ),
     "data that is not aligned": header(1, 0, tensor([8], offset=4) + bytes(96)),
     "a key given twice": header(0, 2, 2 * key(4, bytes(4))),
+    "a width as a list": header(0, 1, key(9, array(4, TWO), name=b"llama.embedding_length")),
+    "a width as true": header(0, 1, key(7, b"\x01", name=b"llama.embedding_length")),
+    "a width with a fraction": header(0, 1, key(6, TWO, name=b"llama.embedding_length")),
+    "an id as a list": header(0, 1, key(9, array(4, TWO), name=b"tokenizer.ggml.eos_token_id")),
+    "a base as a list": header(0, 1, key(9, array(6, TWO), name=b"llama.rope.freq_base")),
+    "a base as a whole number": header(0, 1, key(4, TWO, name=b"llama.rope.freq_base")),
+    "an architecture as a list": header(
+        0, 1, key(9, array(8, struct.pack("<Q", 1) + b"x"), name=b"general.architecture")
+    ),
+    "heads of one layer of two": header(0, 2, LAYERS + key(9, array(4, TWO), name=HEADS)),
+    "heads of no layers": header(0, 1, key(9, array(4, TWO), name=HEADS)),
+    "heads as texts": header(0, 2, LAYERS + key(8, struct.pack("<Q", 1) + b"2", name=HEADS)),
+    "heads in lists of lists": header(
+        0, 2, LAYERS + key(9, array(9, array(4, TWO), array(4, TWO)), name=HEADS)
+    ),
     "a tensor beyond the file": header(1, 0, tensor([1], offset=HUGE) + bytes(64)),
 }
 
@@ -97,6 +120,12 @@ MALFORMED: dict[str, bytes] = {
 def test_files_that_the_library_writes_pass(tmp_path: Path) -> None:
     write_file(tmp_path / "model.gguf")
     read_gguf_header(tmp_path / "model.gguf")
+
+
+def test_heads_may_differ_between_layers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(0, 2, LAYERS + key(9, array(4, TWO, TWO), name=HEADS)))
+    assert read_gguf_header(path).fields[HEADS.decode()].value == [2, 2]
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -7,7 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spectrain.training.checkpoints import collect_tensors, load_tensors
+from spectrain.training.checkpoints import (
+    checkpoint_path,
+    collect_tensors,
+    delete_best_except,
+    latest_checkpoint,
+    load_tensors,
+    save_checkpoint,
+)
 
 
 class Tied(nn.Module):
@@ -98,3 +105,24 @@ def test_unknown_and_misshapen_tensors_are_named() -> None:
         load_tensors(Tied(), {**collect_tensors(Tied()), "extra.weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r"embed\.weight"):
         load_tensors(Tied(), {**collect_tensors(Tied()), "embed.weight": torch.zeros(6, 3)})
+
+
+def test_what_is_no_checkpoint_is_neither_taken_for_one_nor_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    others = ["step-000009-v2", "step-x9", "best-of-2", "step-000008.backup.part"]
+    for name in others:
+        (folder / name).mkdir(parents=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    links = ["step-000007", "best-000007", "step-000006.part"]
+    for name in links:
+        (folder / name).symlink_to(outside)
+    (folder / "step-000099").write_text("a file")
+    assert latest_checkpoint(tmp_path / "run") is None
+    for step in (1, 2):
+        save_checkpoint(checkpoint_path(tmp_path / "run", step), {}, {}, {}, keep=1)
+    delete_best_except(tmp_path / "run", set())
+    newest = checkpoint_path(tmp_path / "run", 2)
+    assert latest_checkpoint(tmp_path / "run") == newest
+    remaining = sorted([*others, *links, "step-000099", newest.name])
+    assert sorted(path.name for path in folder.iterdir()) == remaining and outside.is_dir()

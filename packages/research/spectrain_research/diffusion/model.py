@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,18 +36,42 @@ after it.
 class MaskedConfig:
     """The shape of a masked language model."""
 
-    vocab_size: int
-    width: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    mlp_width: int = 384
-    max_length: int = 512
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    vocab_size: Annotated[int, Field(ge=1, le=10_000_000)]
+    width: Annotated[int, Field(ge=1, le=1 << 17)] = 128
+    num_layers: Annotated[int, Field(ge=1, le=256)] = 4
+    num_heads: Annotated[int, Field(ge=1, le=1 << 16)] = 4
+    mlp_width: Annotated[int, Field(ge=1, le=1 << 24)] = 384
+    max_length: Annotated[int, Field(ge=1, le=1 << 30)] = 512
     # Heads of keys and values; None means as many as heads of queries.
-    num_kv_heads: int | None = None
+    num_kv_heads: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     # Whether the state of a token predicts the next one, as in the causal model that the weights
     # were taken from.
     predicts_next: bool = False
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Field(gt=0, le=0.01)] = 1e-6
+
+    def __post_init__(self) -> None:
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        if self.width % self.num_heads or self.num_heads % num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} heads, {num_kv_heads} of them for keys and values, do not "
+                f"divide a width of {self.width}"
+            )
+
+
+def read_config(path: Path) -> MaskedConfig:
+    """Read the shape of a model; a UserError names a value that no model has."""
+    content = read_json_object(path)
+    try:
+        return TypeAdapter(MaskedConfig).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path}: {key or 'its sizes'}: {first['msg'][0].lower()}{first['msg'][1:]}; copy the "
+            "file again"
+        ) from error
 
 
 class MaskedLayer(nn.Module):
@@ -185,12 +211,16 @@ class MaskedLM(nn.Module):
                 f"eval.model={folder}: there is no masked language model; train one with python "
                 "-m lab.small_targets.make_masked_model"
             )
-        model = cls(MaskedConfig(**read_json_object(path / "config.json")))
+        config = read_config(path / "config.json")
         weights = read_tensors(path / "model.safetensors", "copy the file again")
-        for _, fault in find_mismatches(model, weights):
+        # Without memory, because the sizes may be other ones than those of the weights.
+        with torch.device("meta"):
+            shape = cls(config)
+        for _, fault in find_mismatches(shape, weights):
             raise UserError(
                 f"eval.model={folder}: its weights do not fit its config.json: {fault}; copy the "
                 "folder again"
             )
+        model = cls(config)
         model.load_state_dict(weights)
         return model.eval()

@@ -2,9 +2,11 @@
 against plain versions.
 """
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +243,28 @@ def test_a_causal_model_is_taken_over(shallow: Target, tmp_path: Path) -> None:
     with torch.inference_mode():
         assert torch.equal(saved.run(text)[:, 1:], aligned.run(text)[:, :-1])
         assert torch.equal(saved.run(text), model.run(text))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 10**9}, {"num_layers": 0}, {"num_layers": True}, {"num_layers": [1]},
+        {"width": "16"}, {"width": 16.0}, {"width": -1}, {"width": 1 << 17}, {"num_heads": 3},
+        {"num_kv_heads": 0}, {"norm_eps": 0.5}, {"norm_eps": float("nan")}, {"vocab_size": None},
+        {"predicts_next": 1}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_damaged_configuration_is_a_single_sentence(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = tmp_path / "model"
+    MaskedLM(MaskedConfig(7, width=16, num_layers=1, num_heads=2, mlp_width=16)).save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    # Heads that do not divide the width, and weights of another width, are named by their values.
+    named = (
+        "heads|its weights do not fit" if change in ({"num_heads": 3}, {"width": 1 << 17}) else ""
+    )
+    with pytest.raises(UserError, match=f"({named or next(iter(change))}).*; copy the f") as raised:
+        MaskedLM.load(folder)
+    assert "\n" not in str(raised.value)

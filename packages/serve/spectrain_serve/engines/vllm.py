@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -181,12 +182,27 @@ def cpu_variables(environment: EngineEnvironment) -> Mapping[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
+def require_own_folder(folder: Path) -> None:
+    """Raise a UserError for a link, and for a folder that other users can write to or read: its
+    name in the common temporary folder is known, so that somebody else may have made it.
+    """
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or status.st_mode & 0o077:
+        raise UserError(
+            f"server.states_folder: {folder} is a link, or other users may use it; delete it, or "
+            "give another folder"
+        )
+
+
 def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:
     """Create the folder of captured states, and remove what a killed server left: locks, unfinished
     files, and from a folder that is for this alone, complete ones too."""
     patterns = ("*.partial", "*.safetensors") if is_ours else ("*.partial",)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_ours:
+            require_own_folder(folder)
         for path in folder.glob("*.lock"):
             with path.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

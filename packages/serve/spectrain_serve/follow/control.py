@@ -7,13 +7,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections import Counter
 from urllib.parse import parse_qs, urlsplit
 
 from .bodies import Scope
 from .requests import Refusal
 
-Headers = Iterable[tuple[bytes, bytes]]
+SINGLE_HEADERS = (b"host", b"origin", b"authorization", b"content-type")
+"""Headers by which a request to a control endpoint is judged."""
 
 
 def check_control_request(scope: Scope, key: str) -> None:
@@ -21,6 +22,10 @@ def check_control_request(scope: Scope, key: str) -> None:
     key, or is no JSON.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    for name, count in Counter(name for name, _ in scope["headers"]).items():
+        # Of two, a browser's check and this one could read different ones.
+        if count > 1 and name in SINGLE_HEADERS:
+            raise Refusal(400, f"the header {name.decode()} is given {count} times; give it once")
     host = headers.get(b"host", "")
     if not is_own_host(host):
         raise Refusal(

@@ -351,7 +351,7 @@ class TrafficFollower:
         roll back.
         """
         request = self.folder.root / "rollback"
-        if request.exists():
+        if request.is_file():
             request.unlink()
             self.roll_back("requested")
         directory = Path(self.active.path)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.files import require_regular_file
+from spectrain.errors import UserError
+from spectrain.files import iterate_lines, open_in_place, require_regular_file
 
 from .clock import LATEST, read_date
 
@@ -40,7 +41,7 @@ class Ledger:
         while self._waiting:
             try:
                 append_line(self.path, self._waiting[0])
-            except OSError:
+            except (OSError, UserError):
                 return False
             self._waiting.popleft()
         return True
@@ -48,8 +49,7 @@ class Ledger:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file; after a failure, as of a full disk, the file is as it was before."""
-    # Opening a pipe would wait for somebody who reads it.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+    handle = open_in_place(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         size = os.fstat(handle).st_size
         # A power failure may have cut the last line.
@@ -76,7 +76,7 @@ def read_ledger(
         return
     require_regular_file(path)
     with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iterate_lines(file, path), 1):
             entry = parse_entry(line)
             if entry is not None:
                 yield entry

@@ -35,6 +35,7 @@ from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
+from spectrain.output.streams import clean_output
 from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.trees import Chain
@@ -394,6 +395,13 @@ class EngineOptions:
 
 def main(words: list[str]) -> None:
     """Serve until a signal ends the process; open requests are answered first."""
+    # Errors name what is in files, which may hold control sequences of terminals.
+    with clean_output():
+        serve(words)
+
+
+def serve(words: list[str]) -> None:
+    """Serve the drafter that the words of the command name."""
     register_resolvers()
     try:
         options = EngineOptions.parse(words)

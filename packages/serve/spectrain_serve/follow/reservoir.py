@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from spectrain.errors import UserError
-from spectrain.files import require_regular_file, write_text
+from spectrain.files import iterate_lines, require_regular_file, write_text
 
 from .traffic import RecordedConversation, parse_recorded
 
@@ -161,10 +161,11 @@ def read_conversations(
     if not path.exists():
         return
     require_regular_file(path)
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            yield parse_recorded(line)
-        except UserError as error:
-            report(f"{path}: line {number} is left out ({error})")
+    with path.open("rb") as file:
+        for number, line in enumerate(iterate_lines(file, path), 1):
+            if not line.strip():
+                continue
+            try:
+                yield parse_recorded(line)
+            except UserError as error:
+                report(f"{path}: line {number} is left out ({error})")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +26,15 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from spectrain.errors import UserError
-from spectrain.files import lock_file, require_regular_file, write_text
+from spectrain.files import lock_file, open_in_place, require_regular_file, write_text
 
 from .checked_json import read_json_as
 from .clock import LATEST, FollowClock, read_date
 
 Date = Annotated[float, Ge(0), Le(LATEST)]
 """Seconds since 1970."""
+MAX_CANDIDATE_DIGITS = 9
+"""Digits of the name of a candidate; a longer name is no candidate's."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,10 @@ class FollowFolder:
     def lock(self) -> Iterator[None]:
         """Hold the lock of the run; a UserError says that another process follows it."""
         lock = self.root / "lock"
-        require_regular_file(lock, "delete it")
+        self.refuse_links()
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock.touch()
+            os.close(open_in_place(lock, os.O_RDWR | os.O_CREAT))
         except OSError as error:
             raise UserError(
                 f"{self.root}: it cannot be written ({error.strerror}); follow needs this folder"
@@ -98,10 +101,22 @@ class FollowFolder:
         with lock_file(lock, f"run={self.run}: another process follows this run", "stop it first"):
             yield
 
+    def refuse_links(self) -> None:
+        """Raise a UserError where something that follow writes to is a link, which in a folder that
+        somebody else made may lead to other files of this user.
+        """
+        for path in (self.ledger, self.candidates):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path}: this is a link, and what it leads to is not changed; delete it"
+                )
+
     def next_candidate(self) -> Path:
         """Return the folder of the next candidate."""
         numbers = [
-            int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdecimal()
+            int(path.name)
+            for path in self.candidates.glob("[0-9]*")
+            if path.name.isdecimal() and len(path.name) <= MAX_CANDIDATE_DIGITS
         ]
         return self.candidates / f"{max(numbers, default=0) + 1:04d}"
 
@@ -113,7 +128,9 @@ class FollowFolder:
         clock that may jump. Where that cannot be read, the folder counts as seen now.
         """
         now = self.clock.now()
-        for folder in {path.parent for path in self.candidates.glob("*/*.jsonl")}:
+        folders = {path.parent for path in self.candidates.glob("*/*.jsonl")}
+        # A link may lead to other files of this user.
+        for folder in (folder for folder in folders if not folder.is_symlink()):
             seen = folder / "seen.json"
             try:
                 # One that is dated ahead would never expire.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from spectrain.errors import UserError
+from spectrain.files import open_in_place
 
 from .ledger import describe_entry, format_number, format_time, read_ledger, report_damage
 from .state import FollowFolder
@@ -25,7 +27,7 @@ def status_command(run: str | None, rollback: bool) -> None:
             f"run={run}: nothing has followed this run; start spectrain follow run={run}"
         )
     if rollback:
-        (folder.root / "rollback").touch()
+        os.close(open_in_place(folder.root / "rollback", os.O_WRONLY | os.O_CREAT))
         print(
             "a roll-back is requested; the process that follows this run makes it within some "
             "seconds"

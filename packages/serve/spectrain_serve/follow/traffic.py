@@ -37,6 +37,8 @@ STORED_REQUEST_KEYS = (
 
 TokenId = Annotated[int, Ge(0), Le(2**31)]
 NumTokens = Annotated[int, Ge(0), Le(2**31)]
+RoundTokens = Annotated[int, Ge(0), Le(4096)]
+"""Tokens of a round. No tree has more nodes, and the proof drafts as many as were recorded."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class RecordedConversation:
     prompt_ids: list[TokenId] | None = None
     answer_ids: list[TokenId] | None = None
     # Accepted and drafted tokens of each round; () where the server does not tell.
-    accepted: tuple[NumTokens, ...] = ()
-    drafted: tuple[NumTokens, ...] = ()
+    accepted: tuple[RoundTokens, ...] = ()
+    drafted: tuple[RoundTokens, ...] = ()
     # Tokens of the answer by the server's own count; None where it does not tell, as in a stream
     # without usage.
     num_tokens: NumTokens | None = None

@@ -5,6 +5,7 @@ the client of it.
 import asyncio
 import importlib.util
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -115,7 +117,9 @@ def fake_modules() -> dict[str, ModuleType]:
 @contextmanager
 def serve(folder: Path, *words: str) -> Iterator[tuple[OpenVinoServer, FakePipeline]]:
     """Run the script in a thread, with the stand-in, and yield a client of it and the pipeline."""
-    (folder / "config.json").write_text('{"max_position_embeddings": 64, "eos_token_id": [2, 3]}')
+    (folder / "config.json").write_text(
+        '{"max_position_embeddings": 64, "vocab_size": 900, "eos_token_id": [2, 3]}'
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake_modules().items():
             patch.setitem(sys.modules, name, module)
@@ -268,6 +272,87 @@ def test_failures_are_reported(
         assert error.value.kind == kind
         # The next request is answered.
         assert complete(server, CompletionRequest([4], 5))[0][0].num_tokens == 5
+
+
+def exchange(server: OpenVinoServer, raw: bytes) -> bytes:
+    """Send bytes over a connection, and return all that comes back until it is closed."""
+    address = urlsplit(str(server.settings.url))
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def post(server: OpenVinoServer, body: str, headers: str = "") -> bytes:
+    content = body.encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{headers}"
+    return exchange(server, f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+
+REFUSED_BODIES = {
+    "[1]": "no JSON object",
+    '{"prompt": [4], "max_tokens": 0}': "max_tokens: use a whole number from 1",
+    '{"prompt": [4], "max_tokens": true}': "max_tokens: use a whole number",
+    '{"prompt": [4], "max_tokens": 1.5}': "max_tokens: use a whole number",
+    '{"prompt": [4], "temperature": NaN}': "NaN is no number",
+    '{"prompt": [4], "temperature": -1}': "temperature: use a number from 0",
+    '{"prompt": [4], "temperature": 1e999}': "temperature: use a number",
+    '{"prompt": [4], "top_p": 0}': "top_p: use a number",
+    '{"prompt": [4], "n": 2}': "n: this server does not support it",
+    '{"prompt": [4], "n": true}': "n: this server does not support it",
+    '{"prompt": [4], "stop": ["a"]}': "stop: this server does not support it",
+    '{"prompt": [4], "stream": 1}': "stream: use true or false",
+    '{"prompt": [4], "guided_json": {}}': "guided_json: this server has no such setting",
+    '{"prompt": [true, false]}': "token ids of the vocabulary",
+    '{"prompt": [-1]}': "token ids of the vocabulary",
+    '{"prompt": [900]}': "token ids of the vocabulary",
+    '{"prompt": [1180591620717411303424]}': "token ids of the vocabulary",
+    "[" * 100_000: "recursion",
+}
+
+
+def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    with serve(tmp_path) as (server, pipeline):
+        for body, reason in REFUSED_BODIES.items():
+            answer = post(server, body)
+            assert answer.startswith(b"HTTP/1.1 400 ") and reason.encode() in answer, body[:80]
+        assert not pipeline.configs
+        same = '{"prompt": [4], "n": 1, "stop": [], "user": "x", "seed": 0, "temperature": 1}'
+        assert post(server, same).startswith(b"HTTP/1.1 200 ")
+        assert pipeline.configs[0].rng_seed == 0 and pipeline.configs[0].do_sample
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (411, ""),
+        (411, "Content-Length: -1\r\n"),
+        (411, "Content-Length: x\r\n"),
+        (411, "Content-Length: 5\r\nContent-Length: 6\r\n"),
+        (411, "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n"),
+        (413, f"Content-Length: {10**30}\r\n"),
+    ],
+)
+def test_a_body_without_a_length_is_refused_and_is_no_next_request(
+    tmp_path: Path, status: int, headers: str
+) -> None:
+    with serve(tmp_path) as (server, _):
+        raw = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{headers}\r\n"
+        answer = exchange(server, raw.encode() + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert answer.count(b"HTTP/1.1") == 1 and b"Connection: close" in answer
+
+
+def test_a_request_that_fails_ends_no_other_one(tmp_path: Path) -> None:
+    with serve(tmp_path, *DRAFTING) as (server, _):
+
+        async def ask() -> list[Any]:
+            async with server:
+                requests = [CompletionRequest([number], 20) for number in (4, 404, 4)]
+                return await asyncio.gather(*map(server.complete, requests), return_exceptions=True)
+
+        first, failed, last = asyncio.run(ask())
+        assert isinstance(failed, ServerError) and first.num_tokens == last.num_tokens == 7
 
 
 def test_the_command_starts_the_script_with_the_tree(tmp_path: Path) -> None:

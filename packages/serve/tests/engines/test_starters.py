@@ -177,12 +177,30 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     prepare_states_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    tmp_path.chmod(0o700)
     prepare_states_folder(tmp_path, is_ours=True)
     assert not list(tmp_path.iterdir())
     with (tmp_path / "c.safetensors.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another server writes into it"):
             prepare_states_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a folder for all"])
+def test_a_folder_that_somebody_else_could_make_is_not_emptied(tmp_path: Path, kind: str) -> None:
+    """The name in the common temporary folder is known to other users."""
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir(mode=0o700)
+    weights.write_text("mine")
+    folder = weights.parent
+    if kind == "a link":
+        folder = tmp_path / "spectrain-states-8000"
+        folder.symlink_to(weights.parent)
+    else:
+        folder.chmod(0o777)
+    with pytest.raises(UserError, match="is a link, or other users may use it; delete it"):
+        prepare_states_folder(folder, is_ours=True)
+    assert weights.read_text() == "mine"
 
 
 def test_command_of_a_started_sglang(tmp_path: Path) -> None:

@@ -60,6 +60,15 @@ def find_status(method: str, headers: list[tuple[bytes, bytes]], query: bytes = 
         (415, "POST", [HOST, BEARER, (b"content-type", b"text/plain")], b""),
         (415, "POST", [HOST, BEARER, (b"content-type", b"application/x-www-form-urlencoded")], b""),
         (415, "POST", [HOST, BEARER], b""),
+        (400, "GET", [HOST, (b"host", b"evil.example"), BEARER], b""),
+        (400, "GET", [(b"host", b"evil.example"), HOST, BEARER], b""),
+        (400, "GET", [HOST, (b"authorization", b"Bearer x"), BEARER], b""),
+        (
+            400,
+            "POST",
+            [HOST, BEARER, JSON, *[(b"origin", b"http://evil.example")] * 2],
+            b"",
+        ),
     ],
 )
 def test_who_may_use_a_control_endpoint(

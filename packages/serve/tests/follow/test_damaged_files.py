@@ -14,12 +14,13 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.follow.follower import TrafficFollower
+from spectrain_serve.follow.ledger import Ledger
 from spectrain_serve.follow.logs import RequestLogs
 from spectrain_serve.follow.proxy import Recorder
 from spectrain_serve.follow.reservoir import write_conversations
 from spectrain_serve.follow.settings import FollowSettings, ListenSettings
 from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weights
-from spectrain_serve.follow.status import format_status
+from spectrain_serve.follow.status import format_status, status_command
 from spectrain_serve.follow.traffic import RecordedConversation
 from spectrain_serve.servers.settings import EngineSettings
 
@@ -123,6 +124,59 @@ def test_pipes_and_folders_in_place_of_files_are_named(
     with pytest.raises(UserError, match=name) as raised:
         load_all(folder)
     assert "this is no file" in str(raised.value)
+
+
+def start_and_ask(folder: FollowFolder) -> None:
+    """Do what follow and a roll-back do before the first request."""
+    with folder.lock():
+        pass
+    status_command(str(folder.run), rollback=True)
+
+
+@pytest.mark.parametrize("name", ["lock", "ledger.jsonl", "rollback", "candidates"])
+def test_a_link_in_a_run_of_somebody_else_changes_nothing_outside(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    folder = make_folder(tmp_path / "run")
+    outside = tmp_path / "mine.jsonl"
+    outside.write_text("mine")
+    (folder.root / name).unlink(missing_ok=True)
+    (folder.root / name).symlink_to(outside)
+    with pytest.raises(UserError, match=f"{name}: this is a link.*delete it"):
+        start_and_ask(folder)
+    Ledger(folder.root / name).record("started")
+    assert outside.read_text() == "mine" and len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_candidate_that_is_a_link_loses_no_conversations(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").mkdir()
+    folder = make_folder(tmp_path / "run")
+    outside = tmp_path / "mine" / "data.jsonl"
+    outside.write_text("{}\n")
+    folder.candidates.mkdir()
+    (folder.candidates / "0001").symlink_to(outside.parent)
+    folder.delete_conversations(-1.0)
+    assert [*outside.parent.iterdir()] == [outside]
+
+
+def test_a_name_that_is_no_number_of_a_candidate_counts_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    for name in ("0007", "9" * 200, "12x"):
+        (folder.candidates / name).mkdir(parents=True)
+    assert folder.next_candidate().name == "0008"
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_endless_line_is_named_before_it_fills_the_memory(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr("spectrain.files.MAX_LINE_LENGTH", 1000)
+    (folder.root / name).write_bytes(b"\n" + b"\0" * 2000)
+    with pytest.raises(UserError, match=f"{name}, line 2: it has 1000 characters or more"):
+        load_all(folder)
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ the others.
 import asyncio
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,3 +197,14 @@ def test_a_wrong_word_of_the_command_is_named(words: list[str]) -> None:
 
 def test_the_words_of_the_command() -> None:
     assert EngineOptions.parse(["run=a", "port=8001"]) == EngineOptions("a", port=8001)
+
+
+def test_errors_show_the_control_characters_of_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"drafter": {"choice": "\\u001b]0;x\\u0007"}}')
+    with pytest.raises(SystemExit) as stopped:
+        own_engine.main([f"run={tmp_path}"])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and "\x1b" not in printed and "\\x1b]0;x\\x07" in printed

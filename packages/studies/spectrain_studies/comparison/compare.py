@@ -37,7 +37,7 @@ from spectrain.eval.columns import DRAFTER, tracked_comparison
 from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.page import write_report
 from spectrain.eval.settings import refuse_unknown
-from spectrain.files import write_text
+from spectrain.files import open_in_place, write_text
 from spectrain.models.target import Target
 from spectrain.output.verbosity import result_output
 from spectrain.runs.lock import LOCK_SECONDS, claim_folder, claim_new_folder
@@ -465,7 +465,7 @@ def override_key(override: str, depth: int = 1) -> str:
 def log_to_file(run: Path) -> Iterator[None]:
     """Redirect stdout to the run's log.txt: the comparison itself prints one line per drafter."""
     run.mkdir(parents=True, exist_ok=True)
-    with (run / "log.txt").open("a") as log, redirect_stdout(log):
+    with open(run / "log.txt", "a", opener=open_in_place) as log, redirect_stdout(log):
         yield
 
 

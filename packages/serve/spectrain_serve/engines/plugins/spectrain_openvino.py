@@ -28,7 +28,52 @@ import openvino_genai as genai
 DRAFTING = ("num_assistant_tokens", "branching_factor", "tree_depth")
 # Gigabytes of the cache of keys and values.
 CACHE_SIZE = 2
+# Limits: bytes of a body, seconds in which nothing of it comes, and requests that are open.
+MAX_BODY_BYTES = 16 * 2**20
+PAUSE_SECONDS = 60.0
+MAX_OPEN = 1024
+NUMBERS: dict[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 1, 2**31),
+    "temperature": (float, 0, 100),
+    "top_p": (float, 1e-6, 1),
+    "top_k": (int, -1, 2**31),
+    "seed": (int, 0, 2**63 - 1),
+    **dict.fromkeys(DRAFTING, (int, 0, 4096)),
+}
+"""Settings of a request that are numbers: whether they are whole, the least and the largest."""
+FLAGS = {"stream", "ignore_eos", "return_token_ids"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stop": ("", []),
+    "echo": (False,),
+    "logprobs": (False,),
+    "min_p": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+}
+"""Settings that this server does not have, with the values by which they change nothing."""
+OTHER_KEYS = {
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "stream_options",
+    "user",
+}
+"""Keys that are read elsewhere, or that change no answer."""
 REASONS = {"STOP": "stop", "LENGTH": "length"}
+
+
+class RefusedRequest(Exception):
+    """A request that is refused before its body is read, with the status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass
@@ -86,7 +131,10 @@ class PipelineThread:
         )
         self.tokenizer = self.pipeline.get_tokenizer()
         self.stop_ids = read_stop_ids(Path(options.target))
-        self.max_length = options.max_length or read_context_length(Path(options.target))
+        self.max_length = options.max_length or read_size(
+            Path(options.target), "max_position_embeddings"
+        )
+        self.vocab_size = read_size(Path(options.target), "vocab_size")
         self.counters = Counters()
         self._lock = threading.Condition()
         self._added: list[OpenRequest] = []
@@ -101,7 +149,7 @@ class PipelineThread:
     def make_config(self, body: dict[str, Any], num_prompt: int) -> Any:
         """Return the generation settings of a request; a ValueError says what is wrong with it."""
         config = genai.GenerationConfig()
-        config.max_new_tokens = int(body.get("max_tokens") or 16)
+        config.max_new_tokens = int(body.get("max_tokens", 16))
         if num_prompt + config.max_new_tokens > self.max_length:
             raise ValueError(
                 f"{num_prompt} prompt tokens and {config.max_new_tokens} new ones exceed the "
@@ -112,8 +160,9 @@ class PipelineThread:
         if config.do_sample:
             config.temperature = float(body.get("temperature", 1.0))
             config.top_p = float(body.get("top_p", 1.0))
-            config.top_k = int(body.get("top_k") or sys.maxsize)
-            config.rng_seed = int(body.get("seed") or time.time_ns() % 2**31)
+            top_k = int(body.get("top_k", 0))
+            config.top_k = top_k if top_k > 0 else sys.maxsize
+            config.rng_seed = int(body.get("seed", time.time_ns() % 2**31))
         if self.stop_ids and not body.get("ignore_eos"):
             config.eos_token_id = min(self.stop_ids)
             config.stop_token_ids = self.stop_ids
@@ -131,6 +180,8 @@ class PipelineThread:
         """Add a request to those that are decoded."""
         request = OpenRequest(ids, config)
         with self._lock:
+            if len(self._added) + len(self._open) >= MAX_OPEN:
+                raise RefusedRequest(503, f"{MAX_OPEN} requests are open; try again later")
             self._added.append(request)
             self._lock.notify()
         return request
@@ -141,17 +192,26 @@ class PipelineThread:
                 while not self._added and not self._open:
                     self._lock.wait()
                 added = self._take_requests()
+            for request in added:
+                self._add(request)
             try:
-                for request in added:
-                    self._count += 1
-                    prompt = openvino.Tensor(np.array([request.ids], dtype=np.int64))
-                    request.handle = self.pipeline.add_request(self._count, prompt, request.config)
-                self.pipeline.step()
-                self._pass_on()
+                if self._open:
+                    self.pipeline.step()
+                    self._pass_on()
             except Exception as error:
                 for request in self._open:
                     request.steps.put(error)
                 self._open = []
+
+    def _add(self, request: OpenRequest) -> None:
+        """Give a request to the pipeline; one that it refuses ends by itself, and no other one."""
+        self._count += 1
+        try:
+            prompt = openvino.Tensor(np.array([request.ids], dtype=np.int64))
+            request.handle = self.pipeline.add_request(self._count, prompt, request.config)
+        except Exception as error:
+            self._open = [other for other in self._open if other is not request]
+            request.steps.put(error)
 
     def _take_requests(self) -> list[OpenRequest]:
         """Open the requests that are decoded from now on. OpenVINO fails with a tree beside
@@ -240,15 +300,54 @@ def read_stop_ids(target: Path) -> set[int]:
     return set()
 
 
-def read_context_length(target: Path) -> int:
+def read_size(target: Path, key: str) -> int:
+    """Return a size of the model's config.json, which may lack it."""
     config = json.loads((target / "config.json").read_text())
-    return int((config.get("text_config") or config).get("max_position_embeddings", sys.maxsize))
+    return int((config.get("text_config") or config).get(key, sys.maxsize))
+
+
+def parse_body(content: bytes) -> dict[str, Any]:
+    """Return the settings of a request; a ValueError names one that this server does not have, or
+    whose value it cannot mean.
+    """
+    body = json.loads(content, parse_constant=refuse_constant)
+    if not isinstance(body, dict):
+        raise ValueError("the body is no JSON object")
+    body = {key: value for key, value in body.items() if value is not None}
+    for key, value in body.items():
+        if key in NUMBERS:
+            check_number(key, value)
+        elif key in FLAGS:
+            if not isinstance(value, bool):
+                raise ValueError(f"{key}: use true or false")
+        elif key in NEUTRAL:
+            if not any(type(value) is type(same) and value == same for same in NEUTRAL[key]):
+                raise ValueError(f"{key}: this server does not support it; leave it out")
+        elif key not in OTHER_KEYS:
+            raise ValueError(f"{key}: this server has no such setting; leave it out")
+    return body
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raise ValueError for a value that is no number of its setting."""
+    kind, least, most = NUMBERS[key]
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        whole = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{key}: use {whole} from {least:g} to {most:g}")
+
+
+def refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which are no JSON."""
+    raise ValueError(f"{name} is no number")
 
 
 class Handler(BaseHTTPRequestHandler):
     """OpenAI's interface: models, completions and chat completions, whole or streamed."""
 
     protocol_version = "HTTP/1.1"
+    # Of the socket: a client that sends or reads nothing for so long has gone.
+    timeout = PAUSE_SECONDS
     engine: PipelineThread
 
     def log_message(self, *_: object) -> None:
@@ -271,12 +370,21 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"error": {"message": f"there is no {self.path}"}})
 
     def do_POST(self) -> None:
-        if self.path not in ("/v1/completions", "/v1/chat/completions"):
-            self.reply(404, {"error": {"message": f"there is no {self.path}"}})
-            return
-        is_chat = self.path.endswith("chat/completions")
         try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            self.answer_post()
+        except RefusedRequest as refusal:
+            # What is left of the body is not the next request.
+            self.close_connection = True
+            self.reply(refusal.status, {"error": {"message": str(refusal)}})
+
+    def answer_post(self) -> None:
+        """Answer a prompt; a RefusedRequest is raised before the body of the request is read."""
+        if self.path not in ("/v1/completions", "/v1/chat/completions"):
+            raise RefusedRequest(404, f"there is no {self.path}")
+        is_chat = self.path.endswith("chat/completions")
+        content = self.read_body()
+        try:
+            body = parse_body(content)
             ids = self.tokenize(body, is_chat)
             config = self.engine.make_config(body, len(ids))
         except Exception as error:
@@ -294,6 +402,17 @@ class Handler(BaseHTTPRequestHandler):
             request.handle.stop()
         except Exception as error:
             self.reply(500, {"error": {"message": str(error)}})
+
+    def read_body(self) -> bytes:
+        """Return the body of a request, whose length its headers give once."""
+        lengths = set(self.headers.get_all("Content-Length") or ())
+        length = lengths.pop() if len(lengths) == 1 else ""
+        is_number = length.isascii() and length.isdecimal()
+        if not is_number or "Transfer-Encoding" in self.headers:
+            raise RefusedRequest(411, "send the body with one Content-Length")
+        if int(length[:20]) > MAX_BODY_BYTES:
+            raise RefusedRequest(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        return self.rfile.read(int(length))
 
     def tokenize(self, body: dict[str, Any], is_chat: bool) -> list[int]:
         """Return the token ids of a prompt."""
@@ -313,9 +432,9 @@ class Handler(BaseHTTPRequestHandler):
         if (
             not isinstance(prompt, list)
             or not prompt
-            or not all(isinstance(id, int) for id in prompt)
+            or not all(type(id) is int and 0 <= id < self.engine.vocab_size for id in prompt)
         ):
-            raise ValueError("prompt: give a text or a list of token ids")
+            raise ValueError("prompt: give a text or a list of token ids of the vocabulary")
         return prompt
 
     def make_answer(
@@ -384,6 +503,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 
