@@ -86,11 +86,10 @@ class CheckpointFiles:
         self.directory, self.repository = directory, repository
         index = directory / INDEX_FILE
         self.tensor_files: dict[str, str] = {}  # tensor name -> file name
-        files = list_weight_files(directory)
         if index.exists() and not (directory / SINGLE_FILE).exists():
             self.tensor_files = read_index(index)
         else:
-            for path in files:
+            for path in list_weight_files(directory):
                 with open_tensors(path) as file:
                     self.tensor_files |= dict.fromkeys(file.keys(), path.name)
 

@@ -2,16 +2,20 @@
 imported when it is called.
 """
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from spectrain.config.build import register_resolvers
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from spectrain.config.commands import InstalledCommands, read_command, read_command_run
-from spectrain.config.spec import RunSpec
 from spectrain.output.verbosity import print_json, result_output
+
+if TYPE_CHECKING:
+    from spectrain.config.spec import RunSpec
 
 
 def plan(config: Any) -> None:
+    from spectrain.config.build import register_resolvers
     from spectrain.runs.drafters import apply_init_shape
 
     # Recipes depend on the planned device.

@@ -8,32 +8,17 @@ Shapes: T tokens, L captured layers, D target width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from spectrain.data.chat import Example
 from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation
-from spectrain.data.shards import PendingRow
-from spectrain.drafters.base import Stage
 from spectrain.errors import UserError, suggest_nearest
-from spectrain.features.base import FeatureServer, StateCapture
-from spectrain.models.features import Layer
-from spectrain.models.target import Target
-from spectrain.regeneration.answer_states import AnswerStates
-from spectrain.regeneration.sampling import Sampling
-from spectrain.regeneration.writers import (
-    AnswerServer,
-    AnswerWriter,
-    collect_prompts,
-    render_prompt,
-)
 
 from .errors import ServerError
 from .settings import ClientSettings
@@ -185,7 +170,7 @@ class Completion:
     state_layers: tuple[int, ...] | None = None
 
 
-class Server(FeatureServer, AnswerServer):
+class Server(ABC):
     """A running server, or several that serve the same model. Requests are made inside `async with
     server`.
 
@@ -213,39 +198,6 @@ class Server(FeatureServer, AnswerServer):
     async def __aexit__(self, *raised: Any) -> None:
         for client in self.clients:
             await client.close()
-
-    def start_capture(
-        self, target: Target, layers: tuple[Layer, ...], examples: list[Example]
-    ) -> StateCapture:
-        from ..training.server_capture import ServerCapture
-        from ..training.server_states import StateRequester
-
-        requester = StateRequester(self, target, layers)
-        return ServerCapture(requester, requester.connect(examples))
-
-    def make_writer(self, sampling: Sampling) -> AnswerWriter:
-        from ..training.server_writer import ServerWriter
-
-        return ServerWriter(sampling, self)
-
-    def make_capturing_writer(
-        self,
-        sampling: Sampling,
-        target: Target,
-        stage: Stage,
-        open_states: Callable[[str], AnswerStates],
-        rows: list[PendingRow],
-    ) -> AnswerWriter:
-        from ..training.captured_answers import CapturingWriter
-        from ..training.server_states import StateRequester
-
-        requester = StateRequester(self, target, stage.layers)
-        make_prompt = partial(render_prompt, target.template)
-        prompts = collect_prompts(make_prompt, sampling, rows, count=4)
-        engine = requester.connect([Example(prompt, [False] * len(prompt)) for prompt in prompts])
-        writer = CapturingWriter(sampling, requester, open_states(engine))
-        writer.check_sampling(prompts)
-        return writer
 
     @property
     def concurrency(self) -> int:

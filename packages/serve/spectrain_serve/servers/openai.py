@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from spectrain.data.chat_template import Message
 from spectrain.data.messages import Conversation, parse_tool_calls
 
+from ..training.training_server import TrainingServer
 from .base import (
     Completion,
     CompletionRequest,
     DraftedRounds,
     RequestTimes,
-    Server,
     ServerCapabilities,
     TimedStep,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .client import HttpClient
 
 
-class OpenAIServer(Server):
+class OpenAIServer(TrainingServer):
     """A server with OpenAI's chat interface. It answers messages with text.
 
     Messages are sent without a chat template, which the server applies. Sampling settings that are
