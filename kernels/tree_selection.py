@@ -195,6 +195,7 @@ def _launch_select(
     batch, num_nodes = tokens.shape
     outputs = _empty_selection(tokens, parents, scores, budget)
     numbers = tokens.new_empty(tokens.shape, dtype=torch.int32)
+    block = max(32, triton.next_power_of_2(num_nodes))
     with torch.cuda.device_of(tokens):
         _select_kernel[(batch,)](
             tokens,
@@ -204,9 +205,10 @@ def _launch_select(
             *outputs,
             num_nodes,
             outputs[0].shape[1],
-            BLOCK=max(32, triton.next_power_of_2(num_nodes)),
+            BLOCK=block,
             CHUNK=CHUNK,
-            num_warps=8,
+            # 64 comparisons a thread at most; with 128 registers spill.
+            num_warps=8 if block <= 256 else 16,
         )
     return outputs
 

@@ -145,3 +145,16 @@ def test_what_kernels_do_not_compute_runs_by_modules(monkeypatch: pytest.MonkeyP
         assert not can_step(make_drafter(target, "plain"), cache)
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     assert not can_step(make_drafter(target, "plain"), cache)
+
+
+def test_a_derived_class_runs_by_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that changes a step drafts by what it changed."""
+
+    class Other(Eagle3):
+        pass
+
+    target = cut_tiny(2)
+    recorded, _ = draft_rounds(
+        target, Other(target, vocab_size=512).eval(), Chain(1), "triton", monkeypatch
+    )
+    assert not any(isinstance(rollout, KernelRollout) for rollout in recorded.rollouts)
