@@ -22,7 +22,7 @@ MAX_FRONTIER = 32
 MAX_NODES = 1024
 """Nodes of a tree that the kernel ranks, each against all others."""
 CHUNK = 32
-"""Nodes that all others are compared with at a time."""
+"""Nodes that all others are compared with at a time, at most."""
 
 
 class Frontier(NamedTuple):
@@ -206,9 +206,9 @@ def _launch_select(
             num_nodes,
             outputs[0].shape[1],
             BLOCK=block,
-            CHUNK=CHUNK,
-            # 64 comparisons a thread at most; with 128 registers spill.
-            num_warps=8 if block <= 256 else 16,
+            # 32 comparisons a thread at most; with 128 registers spill.
+            CHUNK=min(CHUNK, 8192 // block),
+            num_warps=8,
         )
     return outputs
 
