@@ -142,12 +142,11 @@ def _round_commit_kernel(  # type: ignore[no-untyped-def]
     tl.store(lines_ptr + num_steps + 3, tl.sum((runs & ~emits).to(tl.int64), 0))
 
 
-@torch.library.custom_op(
-    "spectrain::round_commit",
-    mutates_args={
-        "tokens", "lengths", "active", "left", "lines", "next_lines", "path_tokens", "path_counts"
-    },
-)  # fmt: skip
+TEXT_STATE = {"tokens", "lengths", "active", "left"}
+LEFT_STATE = {"lines", "next_lines", "path_tokens", "path_counts"}
+
+
+@torch.library.custom_op("spectrain::round_commit", mutates_args=TEXT_STATE | LEFT_STATE)
 def _launch_round_commit(
     nodes: Tensor,
     path: Tensor,

@@ -31,6 +31,7 @@ from spectrain.kernels import (
     sampling_cuts,
     token_commit,
     tree_attention,
+    tree_masks,
     tree_recursive,
     tree_selection,
     tree_verify,
@@ -370,6 +371,7 @@ def step_case(
         )
         nodes_of_tree = append_children.Nodes(tree.tokens, tree.parents, scores)
         best = getattr(tree_selection, f"select_best{suffix}")(nodes_of_tree, nodes)
+        mask, depths = getattr(tree_masks, f"find_ancestors{suffix}")(tree.parents, 4 * nodes)
         frontier = getattr(tree_selection, f"select_frontier{suffix}")(
             tree.tokens, scores, 1, 2, 1, min(nodes, 8)
         )
@@ -380,6 +382,9 @@ def step_case(
                 **{f"row {name}": part for name, part in rows._asdict().items()},
                 **{f"best {name}": part for name, part in best._asdict().items()},
                 **{f"frontier {name}": part for name, part in frontier._asdict().items()},
+                "mask": mask,
+                "depths": depths,
+                "words": getattr(tree_masks, f"pack_words{suffix}")(mask),
                 "total": total,
                 "normed": normed,
                 "unit": getattr(gated_unit, f"gated_unit{suffix}")(x[kind], residual[kind]),
@@ -534,7 +539,7 @@ CHECKS: dict[str, KernelCheck] = {
         {"B=2 N=9": partial(emit_case, counts=(1, 4), nodes=9, stops=2)},
     ),
     "draft_step": KernelCheck(
-        (draft_input, add_norm, gated_unit, rotate_append, tree_selection),
+        (draft_input, add_norm, gated_unit, rotate_append, tree_masks, tree_selection),
         {
             "B=1 F=10, 8B": partial(step_case, batch=1, nodes=10, width=4096, heads=(32, 8, 128)),
             "B=3 F=30, heads of 80": partial(
