@@ -11,6 +11,8 @@ and sums wrap alike, right shifts are masked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,10 +32,13 @@ def to_int64(number: int) -> int:
 
 def fold_key(key: Tensor | int, part: Tensor | int) -> Tensor:
     """Derive the keys of `part` from `key`; int64, broadcast."""
-    state = torch.as_tensor(key) + part + to_int64(WEYL)
+    # A number is added as it is: a tensor of it would lie on the default device.
+    is_host = isinstance(key, int) and isinstance(part, int)
+    state: Any = (torch.as_tensor(key) if is_host else key) + part + to_int64(WEYL)
     for shift, factor in ((30, to_int64(MIX_1)), (27, to_int64(MIX_2))):
         state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1  # Squares needs odd keys
+    odd: Tensor = (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1  # Squares needs odd keys
+    return odd
 
 
 def fold_host(key: int, part: int) -> int:
@@ -62,7 +67,7 @@ def make_key(*parts: int | Tensor) -> Tensor:
     key: int | Tensor = host_key(*(part for part in parts[:num_host] if isinstance(part, int)))
     for part in parts[num_host:]:
         key = fold_key(key, part)
-    return torch.as_tensor(key)
+    return torch.as_tensor(key) if isinstance(key, int) else key
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:

@@ -25,25 +25,28 @@ def kv_commit_reference(
     counts: Tensor,
     hidden: Tensor | None = None,
     fresh: Tensor | None = None,
+    are_counted: bool = False,
 ) -> None:
     """Commit the first `counts` [B] nodes of `path` [B, P] in `storage` [L, 2, B, T, H, D];
     `lengths` [B] grow by `counts`.
 
     `fresh` [B, P, L', D'] receives the features `hidden` [B, N, L', D'] of every entry of the path,
     accepted or not. A path ascends, so path[b, i] >= i, and the kernel never overwrites a node
-    before it is read.
+    before it is read. Lengths that `are_counted` have grown before.
     """
+    if not are_counted:
+        lengths += counts
+    starts = lengths - counts
     batch, num_steps = path.shape
     steps = torch.arange(num_steps, device=path.device)
     # past the counts a slot is copied to itself
-    slots = (lengths[:, None] + steps).clamp(max=storage.shape[3] - 1)
-    sources = torch.where(steps < counts[:, None], lengths[:, None] + path, slots)
+    slots = (starts[:, None] + steps).clamp(max=storage.shape[3] - 1)
+    sources = torch.where(steps < counts[:, None], starts[:, None] + path, slots)
     rows = torch.arange(batch, device=path.device)[:, None]
     storage[:, :, rows, slots] = storage[:, :, rows, sources]
     if hidden is not None:
         assert fresh is not None
         fresh.copy_(hidden[rows, path])
-    lengths += counts
 
 
 # Nodes moved at once: more than most rounds accept, so that their loads overlap.
@@ -111,6 +114,7 @@ def _commit_kernel(  # type: ignore[no-untyped-def]
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
     NODES: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """Move some columns of the keys or values (a half) of one layer and row; programs past the
     halves move features.
@@ -125,8 +129,10 @@ def _commit_kernel(  # type: ignore[no-untyped-def]
     if half < num_halves:
         columns = part % blocks * COLUMNS + tl.arange(0, COLUMNS)
         storage_ptr += half // 2 * layer_stride + half % 2 * half_stride + batch * row_stride
-        storage_ptr += tl.load(lengths_ptr + batch) * slot_stride
-        count = tl.load(counts_ptr + batch).to(tl.int32)
+        count = tl.load(counts_ptr + batch)
+        start = tl.load(lengths_ptr + batch)
+        storage_ptr += (start - count if COUNTED else start) * slot_stride
+        count = count.to(tl.int32)
         _move_rows(
             storage_ptr,
             storage_ptr,
@@ -165,8 +171,11 @@ def _launch_commit(
     counts: Tensor,
     hidden: Tensor | None,
     fresh: Tensor | None,
+    are_counted: bool = False,
 ) -> None:
-    """Launch the kernel, then advance the lengths, which all of its programs read."""
+    """Launch the kernel, then advance the lengths, which all of its programs read, unless they
+    `are_counted` already.
+    """
     batch, num_steps = path.shape
     num_halves = 2 * storage.shape[0]
     width = storage[0, 0, 0, 0].numel()
@@ -200,9 +209,11 @@ def _launch_commit(
             FEATURES=features,
             COLUMNS=COLUMNS_PER_PROGRAM,
             NODES=NODES_PER_STEP,
+            COUNTED=are_counted,
             num_warps=4,
         )
-    lengths += counts
+    if not are_counted:
+        lengths += counts
 
 
 @_launch_commit.register_fake
@@ -217,11 +228,12 @@ def kv_commit(
     counts: Tensor,
     hidden: Tensor | None = None,
     fresh: Tensor | None = None,
+    are_counted: bool = False,
 ) -> None:
     """Do what `kv_commit_reference` does, in place, without synchronisation, in one launch where
     the kernel runs.
     """
     if runs_on(storage.device):
-        _launch_commit(storage, lengths, path, counts, hidden, fresh)
+        _launch_commit(storage, lengths, path, counts, hidden, fresh, are_counted)
     else:
-        kv_commit_reference(storage, lengths, path, counts, hidden, fresh)
+        kv_commit_reference(storage, lengths, path, counts, hidden, fresh, are_counted)

@@ -198,8 +198,8 @@ def _row_kl_kernel(  # type: ignore[no-untyped-def]
     # 1. Tokens: their terms and the label need no sweep.
     if HAS_TOKENS:
         labels = tl.load(tokens_ptr + row)
-        product = tl.load(product_ptr + labels)
-        token_z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
+        token_product = tl.load(product_ptr + labels)
+        token_z, _ = _scale_and_cap_in_kernel(token_product, scale, softcap, SOFTCAPPED)
         mass = 1.0
         divergence = -token_z
     # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,

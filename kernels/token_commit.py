@@ -55,6 +55,54 @@ def token_commit_reference(
 
 
 @jit
+def emit_tokens(  # type: ignore[no-untyped-def]
+    nodes_ptr,
+    path_ptr,
+    counts_ptr,
+    bonus_ptr,
+    tokens_ptr,
+    length,
+    active_ptr,
+    left_ptr,
+    stops_ptr,
+    emitted_ptr,
+    emitted_counts_ptr,
+    num_nodes,
+    num_steps,
+    num_slots,
+    num_stops,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Append to the text of this program, which has `length` tokens and a root; return its emitted
+    tokens [BLOCK_P] and their number.
+    """
+    batch = tl.cast(tl.program_id(0), tl.int64)
+    step = tl.arange(0, BLOCK_P)
+    stop = tl.arange(0, BLOCK_S)
+    inside = step < num_steps
+    following = tl.minimum(step + 1, num_steps - 1)
+    node = tl.load(path_ptr + batch * num_steps + following, mask=inside, other=0)
+    token = tl.load(nodes_ptr + batch * num_nodes + node, mask=inside, other=0)
+    count = tl.load(counts_ptr + batch)
+    token = tl.where(step == count - 1, tl.load(bonus_ptr + batch), token)
+    tl.store(emitted_ptr + batch * num_steps + step, token, mask=inside)
+    going = tl.load(active_ptr + batch) != 0
+    emitted_count = tl.where(going, count, 0)
+    tl.store(emitted_counts_ptr + batch, emitted_count)
+    real = inside & (step < emitted_count)
+    slot = tl.minimum(length + 1 + step, num_slots - 1)
+    tl.store(tokens_ptr + batch * num_slots + slot, token, mask=real)
+    ends = tl.load(stops_ptr + stop, mask=stop < num_stops, other=0)
+    hits = (token[:, None] == ends[None, :]) & real[:, None] & (stop < num_stops)[None, :]
+    stopped = tl.max(tl.max(hits.to(tl.int32), 1), 0)
+    left = tl.load(left_ptr + batch) - emitted_count
+    tl.store(left_ptr + batch, left)
+    tl.store(active_ptr + batch, going & (stopped == 0) & (left > 0))
+    return token, emitted_count
+
+
+@jit
 def _emit_kernel(  # type: ignore[no-untyped-def]
     nodes_ptr,
     path_ptr,
@@ -75,28 +123,25 @@ def _emit_kernel(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr,
 ):
     """Append to one text; grid [B]."""
-    batch = tl.cast(tl.program_id(0), tl.int64)
-    step = tl.arange(0, BLOCK_P)
-    stop = tl.arange(0, BLOCK_S)
-    inside = step < num_steps
-    following = tl.minimum(step + 1, num_steps - 1)
-    node = tl.load(path_ptr + batch * num_steps + following, mask=inside, other=0)
-    token = tl.load(nodes_ptr + batch * num_nodes + node, mask=inside, other=0)
-    count = tl.load(counts_ptr + batch)
-    token = tl.where(step == count - 1, tl.load(bonus_ptr + batch), token)
-    tl.store(emitted_ptr + batch * num_steps + step, token, mask=inside)
-    going = tl.load(active_ptr + batch) != 0
-    emitted_count = tl.where(going, count, 0)
-    tl.store(emitted_counts_ptr + batch, emitted_count)
-    real = inside & (step < emitted_count)
-    slot = tl.minimum(tl.load(lengths_ptr + batch) + 1 + step, num_slots - 1)
-    tl.store(tokens_ptr + batch * num_slots + slot, token, mask=real)
-    ends = tl.load(stops_ptr + stop, mask=stop < num_stops, other=0)
-    hits = (token[:, None] == ends[None, :]) & real[:, None] & (stop < num_stops)[None, :]
-    stopped = tl.max(tl.max(hits.to(tl.int32), 1), 0)
-    left = tl.load(left_ptr + batch) - emitted_count
-    tl.store(left_ptr + batch, left)
-    tl.store(active_ptr + batch, going & (stopped == 0) & (left > 0))
+    emit_tokens(
+        nodes_ptr,
+        path_ptr,
+        counts_ptr,
+        bonus_ptr,
+        tokens_ptr,
+        tl.load(lengths_ptr + tl.program_id(0)),
+        active_ptr,
+        left_ptr,
+        stops_ptr,
+        emitted_ptr,
+        emitted_counts_ptr,
+        num_nodes,
+        num_steps,
+        num_slots,
+        num_stops,
+        BLOCK_P,
+        BLOCK_S,
+    )
 
 
 @torch.library.custom_op("spectrain::token_commit", mutates_args={"tokens", "active", "left"})

@@ -21,20 +21,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import jit, runs_on, tl, triton
 from .fused_attention import fused_attention
-
-
-def pack_words(mask: Tensor) -> Tensor:
-    """Pack [..., M] bool into [..., W] int64: entry 64 w + j is bit j of word w."""
-    padded = F.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64))
-    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    # the low byte of a word is first
-    packed = (padded.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
-    return packed.view(torch.int64)
+from .tree_masks import pack_words
 
 
 @dataclass
@@ -763,3 +754,25 @@ def tree_attention(
     return _launch_attention(
         q_BHND, k_BKTD, v_BKTD, visibility.packed_words(), visibility.lengths, *positions, *rules
     )
+
+
+def attend_by_words(
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    words_BNW: Tensor,
+    lengths: Tensor,
+    num_appended: int,
+    longest: int,
+    scale: float,
+) -> Tensor:
+    """Compute `tree_attention_reference` by the kernels, for nodes whose visibility of the
+    `num_appended` appended nodes is packed already: [B, H, N, D]. No row of the batch has more than
+    `longest` committed tokens.
+    """
+    num_keys = longest + num_appended
+    output: Tensor = _launch_attention(
+        q_BHND, k_BKTD, v_BKTD, words_BNW, lengths, None, None, num_appended, num_keys, scale,
+        None, None, None,
+    )  # fmt: skip
+    return output

@@ -9,22 +9,56 @@ from collections.abc import Callable
 import torch
 
 from spectrain.kernels import tree_walks
+from spectrain.kernels.add_norm import (
+    add_norm,
+    add_norm_reference,
+    store_states,
+    store_states_reference,
+)
 from spectrain.kernels.append_children import (
     Nodes,
     append_children,
     append_children_reference,
 )
+from spectrain.kernels.draft_input import (
+    DraftedRows,
+    InputLayers,
+    accepted_input,
+    accepted_input_reference,
+    node_input,
+    node_input_reference,
+)
+from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
 from spectrain.kernels.kv_append import kv_append, kv_append_reference
 from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
 from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
-from spectrain.kernels.round_log import round_log, round_log_reference
+from spectrain.kernels.rotate_append import rotate_append, rotate_append_reference
+from spectrain.kernels.round_commit import (
+    LoggedTrees,
+    RoundBuffers,
+    Verdicts,
+    round_commit,
+    round_commit_reference,
+)
 from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
 from spectrain.kernels.tree_attention import (
     Visibility,
     tree_attention,
     tree_attention_reference,
 )
+from spectrain.kernels.tree_masks import (
+    find_ancestors,
+    find_ancestors_reference,
+    pack_words,
+    pack_words_reference,
+)
 from spectrain.kernels.tree_recursive import tree_recursive
+from spectrain.kernels.tree_selection import (
+    select_best,
+    select_best_reference,
+    select_frontier,
+    select_frontier_reference,
+)
 from spectrain.kernels.tree_verify import tree_greedy, tree_match
 
 # Maximum error of a float32 kernel against its reference; a GPU multiplies in TF32.
@@ -87,13 +121,22 @@ def try_texts(device: torch.device) -> float:
     counts = torch.tensor([2, 1], device=device)
     bonus = path[:, 1] + 6
     true = nodes > 0
+    trees = LoggedTrees(nodes, true, nodes > 1)
     results = []
-    for commit, log in ((token_commit, round_log), (token_commit_reference, round_log_reference)):
-        texts = TextBatch(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
+    for commit, end in (
+        (token_commit, round_commit),
+        (token_commit_reference, round_commit_reference),
+    ):
+        first, second = (
+            TextBatch(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
+            for _ in range(2)
+        )
         lines = torch.zeros(2, 2, 6, dtype=torch.int64, device=device)
-        emitted, commits = commit(nodes, path, counts, bonus, texts)
-        log(lines, commits[1:], emitted, commits, nodes, true, nodes > 1)
-        results.append((emitted, commits, texts.tokens, texts.active, texts.tokens_left, lines))
+        buffers = RoundBuffers(lines, counts * 0 + 1, path.clone(), counts.clone())
+        alone = commit(nodes, path, counts, bonus, first)
+        ended = end(nodes, Verdicts(path, counts, bonus), trees, second, buffers)
+        tensors = (*alone, *first, *ended, *second, *buffers)
+        results.append([tensor for tensor in tensors if tensor is not None])
     return max(max_difference(result, other) for result, other in zip(*results))
 
 
@@ -127,6 +170,51 @@ def try_children(device: torch.device) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
+def try_steps(device: torch.device) -> float:
+    """Run a draft step's small kernels with and without its references."""
+    x, gate = torch.randn(2, 2, 3, 16, device=device)
+    weight, embedding = torch.rand(16, device=device), torch.randn(9, 16, device=device)
+    tokens = torch.tensor([[5, 3, 7], [1, 0, 2]], device=device)
+    lengths = torch.tensor([4, 6], device=device)
+    layers = InputLayers(embedding, weight, weight + 1, 1e-5, False)
+    table = torch.rand(20, 2, 4, device=device)
+    parents = torch.tensor([[-1, 0, 0], [-1, 0, 1]], device=device)
+    nodes = Nodes(tokens, parents, -parents.clamp(min=0).float())
+    by_kernels = node_input, accepted_input, add_norm, store_states, gated_unit, rotate_append
+    by_torch = (
+        node_input_reference,
+        accepted_input_reference,
+        add_norm_reference,
+        store_states_reference,
+        gated_unit_reference,
+        rotate_append_reference,
+    )
+    results = []
+    for inputs, accepted, add, store, unit, rotate in (by_kernels, by_torch):
+        states = torch.zeros(2, 5, 16, device=device)
+        words, depths = torch.zeros(2, 2, 5, dtype=torch.int64, device=device)
+        rows = DraftedRows(states, words[..., None].clone(), depths.clone())
+        stored = store(states, x, gate, weight, 1e-5, 0, lengths - 3, False)
+        slots = torch.zeros(2, 2, 20, 1, 8, device=device)
+        queries = rotate(slots, x, gate[..., :8], gate[..., 8:], table, tokens, lengths, 1)
+        run = inputs(tokens, tokens * 0, lengths, rows, 1, layers)
+        read = accepted(tokens.repeat(1, 4), lengths, lengths - 2, lengths, x, layers)
+        sums = add(x, gate, weight, 1e-5)
+        results.append((*run, *read, *rows, *sums, stored, unit(x, gate), queries, slots))
+    mask = parents[..., None] >= parents[:, None]
+    pairs = [
+        *zip(*results),
+        *zip(find_ancestors(parents, 3), find_ancestors_reference(parents, 3)),
+        (pack_words(mask), pack_words_reference(mask)),
+        *zip(
+            select_frontier(tokens, nodes.scores, 1, 2, 0, 2),
+            select_frontier_reference(tokens, nodes.scores, 1, 2, 0, 2),
+        ),
+        *zip(select_best(nodes, 2), select_best_reference(nodes, 2)),
+    ]
+    return max(max_difference(result, other) for result, other in pairs)
+
+
 def max_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     return (
         float((first.detach().double() - second.detach().double()).abs().max())
@@ -143,4 +231,5 @@ KERNEL_TRIALS: dict[str, Callable[[torch.device], float]] = {
     "texts and log": try_texts,
     "linear divergence": try_divergence,
     "draft levels": try_children,
+    "draft steps": try_steps,
 }

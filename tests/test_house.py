@@ -65,6 +65,7 @@ SINGLE_PROGRAM = {
 IMPOSED = {
     "models/attention.py:layer_attention",  # transformers calls it, by these names
     # an operation that torch traces takes no objects
+    "models/cached_attention.py:_attend_compiled",
     "models/compiled_layers.py:_attend_with_cache",
     "spectrain_cpu/linear.py:_emit_tile",  # it emits the code of a kernel
 }

@@ -17,17 +17,23 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels import (
+    add_norm,
     append_children,
     counter,
+    draft_input,
+    gated_unit,
     kv_append,
     kv_commit,
     linear_divergence,
-    round_log,
+    rotate_append,
+    round_commit,
     row_kl,
     sampling_cuts,
     token_commit,
     tree_attention,
+    tree_masks,
     tree_recursive,
+    tree_selection,
     tree_verify,
     tree_walks,
 )
@@ -257,11 +263,9 @@ def emit_case(
     path = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
     rows = torch.arange(batch, device=device)
     numbers = tree.tokens % 50, path, torch.tensor(counts, device=device), rows % 50
+    trees = round_commit.LoggedTrees(tree.depths, tree.valid, tree.tokens % 2 > 0)
     outputs: list[dict[str, Tensor]] = []
-    for commit, log in (
-        (token_commit.token_commit, round_log.round_log),
-        (token_commit.token_commit_reference, round_log.round_log_reference),
-    ):
+    for commit in (round_commit.round_commit, round_commit.round_commit_reference):
         texts = token_commit.TextBatch(
             rows.new_zeros(batch, 400),
             3 * rows,
@@ -269,18 +273,20 @@ def emit_case(
             5 + 3 * rows,
             torch.arange(stops, device=device),
         )
-        emitted, counts_left = commit(*numbers, texts)
-        lines = rows.new_zeros(4, batch, steps + 4)
-        log(
-            lines,
-            rows.new_full((1,), 6),
-            emitted,
-            counts_left,
-            tree.depths,
-            tree.valid,
-            tree.tokens % 2 > 0,
+        buffers = round_commit.RoundBuffers(
+            rows.new_zeros(4, batch, steps + 4),
+            rows.new_full((batch,), 6),
+            torch.zeros_like(path),
+            torch.zeros_like(rows),
         )
-        outputs.append({"emitted": emitted, "kept": counts_left, **texts._asdict(), "lines": lines})
+        tokens, *verdict = numbers
+        emitted, counts_left = commit(
+            tokens, round_commit.Verdicts(*verdict), trees, texts, buffers
+        )
+        drafted = {"path_tokens": buffers.path_tokens, "path_counts": buffers.path_counts}
+        record = {"lines": buffers.lines, "next_lines": buffers.next_lines}
+        record |= {name: part for name, part in drafted.items() if part is not None}
+        outputs.append({"emitted": emitted, "kept": counts_left, **texts._asdict(), **record})
     actual, expected = outputs
     return KernelOutcome(actual, expected, runs_on(device))
 
@@ -309,6 +315,84 @@ def children_case(
         outputs.append(grown._asdict())
     actual, expected = outputs
     return KernelOutcome(actual, expected, append_children.can_append(device, width))
+
+
+def step_case(
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    nodes: int,
+    width: int,
+    heads: tuple[int, int, int],
+) -> KernelOutcome:
+    """Compute what lies between the products of a draft step: inputs of nodes and of accepted
+    tokens, norms, rotation and gated unit, for query heads, key-value heads and a head size, and
+    the selection of nodes."""
+    num_heads, kv_heads, size = heads
+    wide = torch.float64
+
+    def draw(*shape: int) -> tuple[Tensor, Tensor]:
+        rounded = torch.randn(*shape, device=device).to(dtype)
+        return rounded, rounded.to(wide)
+
+    embedding, norms = draw(50, width), draw(2, width)
+    x, residual = draw(batch, nodes, width), draw(batch, nodes, width)
+    states = draw(batch, 1 + nodes, width)
+    queries, values = draw(batch, nodes, num_heads * size), draw(batch, nodes, kv_heads * size)
+    table = draw(99, 2, size // 2)
+    slots = draw(2, batch, 200, kv_heads, size)
+    tokens = torch.randint(0, 50, (batch, nodes), device=device)
+    text = torch.randint(0, 50, (batch, 99), device=device)
+    lengths = torch.randint(nodes, 60, (batch,), device=device)
+    words = torch.zeros(batch, 1 + nodes, -(-nodes // 64), dtype=torch.int64, device=device)
+    tree = random_tree(batch, 4 * nodes, device)
+    scores = (-tree.depths - tree.tokens % 2).float()
+    outputs: list[dict[str, Tensor]] = []
+    for kind, by_kernels in enumerate((True, False)):
+        suffix = "" if by_kernels else "_reference"
+        layers = draft_input.InputLayers(
+            embedding[kind], norms[kind][0], norms[kind][1], 1e-5, False
+        )
+        rows = draft_input.DraftedRows(
+            states[kind].clone(), words.clone(), torch.zeros_like(words[..., 0])
+        )
+        inputs = getattr(draft_input, f"node_input{suffix}")(
+            tokens, torch.zeros_like(tokens), lengths, rows, 1, layers
+        )
+        read = getattr(draft_input, f"accepted_input{suffix}")(
+            text, lengths, lengths - lengths // 2, lengths, x[kind], layers
+        )
+        sums = x[kind], residual[kind], norms[kind][0], 1e-5
+        total, normed = getattr(add_norm, f"add_norm{suffix}")(*sums)
+        getattr(add_norm, f"store_states{suffix}")(rows.states, *sums, 1, None, False)
+        store = slots[kind].clone()
+        rotated = getattr(rotate_append, f"rotate_append{suffix}")(
+            store, queries[kind], values[kind], values[kind], table[kind], tokens, lengths, 3
+        )
+        nodes_of_tree = append_children.Nodes(tree.tokens, tree.parents, scores)
+        best = getattr(tree_selection, f"select_best{suffix}")(nodes_of_tree, nodes)
+        mask, depths = getattr(tree_masks, f"find_ancestors{suffix}")(tree.parents, 4 * nodes)
+        frontier = getattr(tree_selection, f"select_frontier{suffix}")(
+            tree.tokens, scores, 1, 2, 1, min(nodes, 8)
+        )
+        outputs.append(
+            {
+                **{f"node {name}": part for name, part in inputs._asdict().items()},
+                **{f"read {name}": part for name, part in read._asdict().items()},
+                **{f"row {name}": part for name, part in rows._asdict().items()},
+                **{f"best {name}": part for name, part in best._asdict().items()},
+                **{f"frontier {name}": part for name, part in frontier._asdict().items()},
+                "mask": mask,
+                "depths": depths,
+                "words": getattr(tree_masks, f"pack_words{suffix}")(mask),
+                "total": total,
+                "normed": normed,
+                "unit": getattr(gated_unit, f"gated_unit{suffix}")(x[kind], residual[kind]),
+                "rotated": rotated,
+                "store": store,
+            }
+        )
+    return KernelOutcome(outputs[0], outputs[1], runs_on(device))
 
 
 def verify_case(
@@ -447,12 +531,23 @@ CHECKS: dict[str, KernelCheck] = {
         {"B=2 N=3": partial(append_case, batch=2, nodes=3, heads=2, width=16)},
     ),
     "token_commit": KernelCheck(
-        (token_commit, round_log),
+        (token_commit, round_commit),
         {
             "B=8 N=64": partial(emit_case, counts=(1, 2, 3, 4, 5, 6, 7, 8), nodes=64, stops=2),
             "B=1 N=256": partial(emit_case, counts=(17,), nodes=256, stops=1),
         },
         {"B=2 N=9": partial(emit_case, counts=(1, 4), nodes=9, stops=2)},
+    ),
+    "draft_step": KernelCheck(
+        (draft_input, add_norm, gated_unit, rotate_append, tree_masks, tree_selection),
+        {
+            "B=1 F=10, 8B": partial(step_case, batch=1, nodes=10, width=4096, heads=(32, 8, 128)),
+            "B=3 F=30, heads of 80": partial(
+                step_case, batch=3, nodes=30, width=1000, heads=(14, 2, 80)
+            ),
+        },
+        {"B=2 F=3": partial(step_case, batch=2, nodes=3, width=24, heads=(4, 2, 16))},
+        {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
     ),
     "append_children": KernelCheck(
         (append_children,),

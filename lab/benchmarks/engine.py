@@ -30,7 +30,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import (
     kv_append,
     kv_commit,
-    round_log,
+    round_commit,
     sampling_cuts,
     token_commit,
     tree_attention,
@@ -264,7 +264,7 @@ class EngineBench(Bench):
             kv_append,
             kv_commit,
             token_commit,
-            round_log,
+            round_commit,
         )
         code = engine, compiled, *ROUND_MODULES, eagle3, rounds, *kernels
 

@@ -25,8 +25,8 @@ from spectrain.decoding.static_rounds import RoundTimer
 # Launches of our own operations; one launch where the table has none. Attention splits keys and
 # combines; children of a level are found in parts and merged; a verdict chooses and walks;
 # rejection walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part;
-# a commit advances the lengths. Where top-k or top-p cut, candidates take two launches: for a
-# verdict one more than choosing, for rejection two.
+# a commit advances the lengths, unless its last argument says that they have grown. Where top-k or
+# top-p cut, candidates take two launches: for a verdict one more than choosing, for rejection two.
 LAUNCHES = {
     "spectrain::tree_attention": 2,
     "spectrain::tree_match": 2,
@@ -68,7 +68,9 @@ class LaunchCounter(TorchDispatchMode):
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if (new_tensors or writes) and name not in SILENT:
             cuts = name in CUTTING and any(cut is not None for cut in args[-2:])
-            self.launches[name] += LAUNCHES.get(name, 1) + cuts * CUTTING.get(name, 0)
+            are_counted = name == "spectrain::kv_commit" and args[-1] is True
+            count = LAUNCHES.get(name, 1) + cuts * CUTTING.get(name, 0) - are_counted
+            self.launches[name] += count
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in new_tensors)
         return out
 
@@ -78,6 +80,18 @@ def count_round(
 ) -> dict[str, dict[str, int]]:
     """Launches and bytes made in every part of a round, of an engine whose target and drafter
     are on the device "meta".
+    """
+    return {
+        part: {"launches": counter.launches.total(), "bytes": counter.bytes}
+        for part, counter in count_parts(engine, batch, prompt, new_tokens).items()
+    }
+
+
+def count_parts(
+    engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32
+) -> dict[str, LaunchCounter]:
+    """Count every part of a round, of an engine whose target and drafter are on the device
+    "meta".
     """
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
     counts = {}
@@ -91,5 +105,5 @@ def count_round(
         for part in ROUND_PARTS[:-1]:
             with LaunchCounter() as counter:
                 next(parts)
-            counts[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
+            counts[part] = counter
     return counts

@@ -225,8 +225,8 @@ class ScriptedRun:
             cache.lengths.copy_(context.cache.lengths - context.num_new)
         context.active.fill_(True)
         context.tokens_left.fill_(UNLIMITED_TOKENS)
-        if self.state.log is not None:
-            self.state.log.next_slot.zero_()
+        if context.log is not None:
+            context.log.next_lines.zero_()
         synchronize_device(self.engine.target.device)
 
     def _run_rounds(self, reads: int = 1) -> Generation:

@@ -50,7 +50,7 @@ from .loop import (
     run_round,
     slots_per_round,
 )
-from .static_rounds import BatchState, RoundLog, RoundTimer, StaticContext
+from .static_rounds import BatchState, RoundTimer, StaticContext
 
 WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, which load kernels
 MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
@@ -204,8 +204,9 @@ class CapturedRunner:
     def start_batch(self, request: Request) -> None:
         """Run the prompts into the tensors of a batch of this size."""
         state = self._select_state(request)
-        if state.log is not None:
-            state.log.next_slot.zero_()  # an interrupted decoding leaves it at any slot
+        if state.context.log is not None:
+            # an interrupted decoding leaves them at any line
+            state.context.log.next_lines.zero_()
         state.context.cache.reset()
         run_prompts(state.context, self.drafter, self.rule, request)
 
@@ -225,8 +226,8 @@ class CapturedRunner:
         start = time.perf_counter()
         timer = RoundTimer(self.target.device)
         count = self._advance_rounds(timer, tokens_left)
-        assert self.state.log is not None
-        records_by_round = self.state.log.read(count)
+        assert self.state.context.log is not None
+        records_by_round = self.state.context.log.read(count)
         rounds = [
             (records, seconds)
             for records, seconds in zip(records_by_round, timer.read_seconds())
@@ -244,7 +245,9 @@ class CapturedRunner:
         `tokens_left` further tokens.
         """
         state = self.state
-        is_first = state.log is None or (self.drafter is not None and state.context.round == 0)
+        is_first = state.context.log is None or (
+            self.drafter is not None and state.context.round == 0
+        )
         if is_first:  # it drafts from the prompt, so it has other shapes
             self.run_uncaptured_round(timer)
             return 1
@@ -254,8 +257,8 @@ class CapturedRunner:
             and state.num_warm_rounds >= WARM_UP_ROUNDS
         ):
             self._capture_graphs()
-        assert state.log is not None
-        count = max(1, min(self.rounds_per_read, -(-tokens_left // state.log.width)))
+        assert state.context.log is not None
+        count = max(1, min(self.rounds_per_read, -(-tokens_left // state.context.log.width)))
         for _ in range(count):
             self._replay_graphs(timer) if state.graphs else self.run_uncaptured_round(timer)
         return count
@@ -309,9 +312,6 @@ class CapturedRunner:
                 if name not in state.static_tensors:
                     state.static_tensors[name] = torch.empty_like(value)
                 setattr(self.drafter, name, state.static_tensors[name].copy_(value))
-        if state.log is None:
-            state.log = RoundLog(self.rounds_per_read, outcome.emitted_tokens)
-        state.log.write_round(outcome)
 
     def _current_backend(self) -> str | None:
         """Return the compiler backend; None in a drafter's first round, whose shapes depend on
@@ -343,7 +343,11 @@ class CapturedRunner:
             # one compilation serves every bound
             torch._dynamo.maybe_mark_dynamic(context.tokens, 1)
         self.states[batch, bound] = BatchState(
-            StaticContext(**vars(context), keeps_features=self.drafter is not None)
+            StaticContext(
+                **vars(context),
+                keeps_features=self.drafter is not None,
+                rounds_per_read=self.rounds_per_read,
+            )
         )
         for size in list(self.states)[:-MAX_CACHED_STATES]:
             del self.states[size]

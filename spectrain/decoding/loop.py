@@ -70,7 +70,9 @@ def run_round(
     verified = drafter.verify(context, tree)
     yield None
     # 4. Accept: the rule chooses a path and the token that follows it.
-    accepted = rule.accept(tree, verified, context.sequence_ids, context.positions(tree) + 1)
+    # Rules that draw nothing read no positions.
+    positions = context.positions(tree) + 1 if rule.is_random else tree.depths
+    accepted = rule.accept(tree, verified, context.sequence_ids, positions)
     if context.cache.bound is None:
         accepted = accepted.trim_padding()
     # 5. Commit: caches, text and features keep the accepted path and drop all other nodes.

@@ -18,7 +18,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.models.accelerator import accelerator
-from spectrain.models.fast import pack_linears, unpack_linears
+from spectrain.models.fast import merge_linears, pack_linears, unpack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import DECODING_TRIAL, ThreadTuner
 from spectrain.trees.base import RoundPlan, TreeBuilder
@@ -320,13 +320,16 @@ def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool =
     layers.
 
     On a CPU, large weights are packed into fewer bits, because the target checks all drafts.
-    Without `low_precision` the drafter computes as it was loaded.
+    Without `low_precision` the drafter computes as it was loaded. On a GPU the linears that read
+    the same input become one product.
     """
     drafter = drafter.to(target.device, target.dtype).eval()
     # Training packs in full precision.
     unpack_linears(drafter)
     if low_precision:
         pack_linears(drafter, low_precision=True)
+    if target.device.type == "cuda":
+        merge_linears(drafter, trainable=True)
     for part in drafter.modules():
         if isinstance(part, Drafter) and (prepare := part.capabilities.prepare_kernels) is not None:
             prepare(part)

@@ -14,11 +14,40 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.context import Context
-from spectrain.kernels.round_log import round_log
+from spectrain.kernels.round_commit import LoggedTrees, RoundBuffers, Verdicts, round_commit
+from spectrain.kernels.token_commit import TextBatch
 from spectrain.models.features import Features
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .generation import ROUND_PARTS, RoundRecord
-from .loop import RoundOutcome
+
+
+class RoundLog:
+    """Records of up to K rounds, held on the device until the host reads them: tokens, their
+    number, sizes of the tree.
+    """
+
+    def __init__(self, rounds: int, path: Tensor) -> None:
+        batch, self.width = path.shape
+        # [B] the line of each text's next round, modulo K
+        self.next_lines = torch.zeros(batch, dtype=torch.int64, device=path.device)
+        self.lines = torch.zeros(
+            rounds, batch, self.width + 4, dtype=torch.int64, device=path.device
+        )
+
+    def read(self, rounds: int) -> list[list[RoundRecord]]:
+        """Return the records of the rounds since the last read, by row. Only here does the host
+        wait for the device.
+        """
+        records = self.lines[:rounds].tolist()
+        self.next_lines.zero_()
+        return [
+            [
+                RoundRecord(record[: record[self.width]], *record[self.width + 1 :])
+                for record in rows
+            ]
+            for rows in records
+        ]
 
 
 @dataclass
@@ -28,73 +57,52 @@ class StaticContext(Context):
     """
 
     keeps_features: bool = True  # whether a drafter reads them
+    rounds_per_read: int = 4  # lines of the log
+    log: RoundLog | None = None  # made in the first round, whose width it needs
     # committed features [B, P] and the number of valid ones [B]
     feature_buffers: tuple[Features, Tensor] | None = None
 
-    def commit_features(self, features: Features, path: Tensor, counts: Tensor) -> None:
-        if not self.keeps_features:
-            self.cache.commit(path, counts)
-            return
-        if self.feature_buffers is None:
+    def commit(
+        self, tree: TokenTree, features: Features, accepted: AcceptedPath
+    ) -> tuple[Tensor, Tensor]:
+        """Commit as a context does, and log the round."""
+        assert tree.pruning is None, "pruning reads values from the device"
+        path = accepted.path
+        if self.log is None:
+            self.log = RoundLog(self.rounds_per_read, path)
+        if self.feature_buffers is None and self.keeps_features:
             hidden = features.hidden.new_zeros(*path.shape, *features.hidden.shape[2:])
             self.feature_buffers = (
                 Features(torch.zeros_like(path), features.layers, hidden),
-                torch.zeros_like(counts),
+                torch.zeros_like(accepted.counts),
             )
-        buffer, buffer_counts = self.feature_buffers
-        has_features = buffer.hidden.numel() > 0
+        buffer, buffer_counts = self.feature_buffers or (None, None)
+        emitted, num_emitted = round_commit(
+            tree.tokens,
+            Verdicts(path, accepted.counts, accepted.bonus),
+            LoggedTrees(tree.depths, tree.valid, tree.can_emit),
+            TextBatch(self.tokens, self.cache.lengths, self.active, self.tokens_left, self.stops),
+            RoundBuffers(
+                self.log.lines,
+                self.log.next_lines,
+                None if buffer is None else buffer.tokens,
+                buffer_counts,
+            ),
+        )
+        moves = buffer is not None and buffer.hidden.numel() > 0
         self.cache.commit(
             path,
-            counts,
-            features.hidden if has_features else None,
-            buffer.hidden if has_features else None,
+            num_emitted,
+            features.hidden if moves else None,
+            buffer.hidden if moves and buffer is not None else None,
+            are_counted=True,
         )
-        buffer.tokens.copy_(features.tokens.gather(1, path))
-        buffer_counts.copy_(counts)
-        self.new_features, self.num_new = self.feature_buffers
-        # only 0 or not matters, and torch.compile would compile again for every number
-        self.round = 1
-
-
-class RoundLog:
-    """Records of up to K rounds, held on the device until the host reads them: tokens, their
-    number, sizes of the tree.
-    """
-
-    def __init__(self, rounds: int, emitted: Tensor) -> None:
-        batch, self.width = emitted.shape
-        self.next_slot = torch.zeros(1, dtype=torch.int64, device=emitted.device)
-        self.records = torch.zeros(
-            rounds, batch, self.width + 4, dtype=torch.int64, device=emitted.device
-        )
-
-    def write_round(self, outcome: RoundOutcome) -> None:
-        tree = outcome.tree
-        assert tree.pruning is None, "pruning reads values from the device"
-        round_log(
-            self.records,
-            self.next_slot,
-            outcome.emitted_tokens,
-            outcome.num_emitted,
-            tree.depths,
-            tree.valid,
-            tree.can_emit,
-        )
-        self.next_slot += 1
-
-    def read(self, rounds: int) -> list[list[RoundRecord]]:
-        """Return the records of the rounds since the last read, by row. Only here does the host
-        wait for the device.
-        """
-        records = self.records[:rounds].tolist()
-        self.next_slot.zero_()
-        return [
-            [
-                RoundRecord(record[: record[self.width]], *record[self.width + 1 :])
-                for record in rows
-            ]
-            for rows in records
-        ]
+        self.partial = None
+        if self.feature_buffers is not None:
+            self.new_features, self.num_new = self.feature_buffers
+            # only 0 or not matters, and torch.compile would compile again for every number
+            self.round = 1
+        return emitted, num_emitted
 
 
 class RoundTimer:
@@ -132,7 +140,6 @@ class BatchState:
     """The tensors of a batch of one size and the graphs captured over them."""
 
     context: StaticContext
-    log: RoundLog | None = None  # made after the first round, whose width it needs
     # state between rounds, such as its cache
     drafter_state: dict[str, Any] = field(default_factory=dict)
     # the fixed storage of each tensor among them

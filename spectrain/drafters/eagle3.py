@@ -18,6 +18,7 @@ from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularyS
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.fitted_start import count_fit, fit_eagle, measure_fit
+from spectrain.drafters.layers.kernel_steps import draft_by_kernels
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.target_kind import KIND_VARIANTS, check_architecture
@@ -156,6 +157,10 @@ class Eagle3(UnrolledEagle):
 
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, and draft from the last of them."""
+        # A class derived from this one may compute something else in a step.
+        by_kernels = draft_by_kernels(self, context) if type(self) is Eagle3 else None
+        if by_kernels is not None:
+            return Draft(by_kernels)
         root, cache = self.read_accepted(context)
         steps = accelerator().drafter_steps(self)
         rollout = None

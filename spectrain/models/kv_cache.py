@@ -426,16 +426,19 @@ class TreeCache(Cache):
         counts: Tensor,
         hidden: Tensor | None = None,
         path_hidden: Tensor | None = None,
+        are_counted: bool = False,
     ) -> None:
         """Commit the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which
         ascends. Discard the others.
 
-        `path_hidden` [B, P, ...] receives the rows of `hidden` [B, N, ...] along the path.
+        `path_hidden` [B, P, ...] receives the rows of `hidden` [B, N, ...] along the path. Nodes
+        that `are_counted` are in the lengths of this cache, which has a bound, already.
         """
         for recurrence in self.recurrences.values():
             recurrence.commit(path, counts)
         if path is not None and self.is_bounded and self.storage is not None:
-            kv_commit(self.storage, self.lengths, path, counts, hidden, path_hidden)
+            moved = path, counts, hidden, path_hidden, are_counted
+            kv_commit(self.storage, self.lengths, *moved)
         else:
             if (
                 path is not None
@@ -446,7 +449,8 @@ class TreeCache(Cache):
                 self._move_path(self.storage, path, counts)
             elif path is not None:
                 self.reorder_nodes(path)
-            self.lengths += counts
+            if not are_counted:
+                self.lengths += counts
         if not self.is_bounded:
             self.longest = int(self.lengths.max())
         self.roll_back()

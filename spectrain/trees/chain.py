@@ -69,10 +69,10 @@ class Chain(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tree = GrowingTree(self, prefix, rollout)
-        is_open = torch.ones_like(prefix.root, dtype=torch.bool)
+        depth = rollout.limit_depth(self.depth)
+        is_open = torch.ones_like(tree.tokens[:, 0], dtype=torch.bool)
         if self.decides_length:
             self.begin_round(prefix)
-        depth = rollout.limit_depth(self.depth)
         for level in range(depth):
             if self.decides_length:
                 is_open = is_open & self.should_draw(tree, level)
@@ -85,10 +85,8 @@ class Chain(TreeBuilder):
                 is_open = is_open & self.should_run(tree, level)
             if level + 1 == depth or (self.decides_length and not is_open.any()):
                 break
-            tree.extend_frontier(torch.zeros_like(prefix.root)[:, None])
-        return tree.select_nodes(
-            torch.arange(tree.tokens.shape[1], device=prefix.root.device).expand_as(tree.tokens)
-        )
+            tree.extend_best(1)
+        return tree.select_all()
 
     def begin_round(self, prefix: Prefix) -> None:
         """Reset the state of a round; called before its first token."""

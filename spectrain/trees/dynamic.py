@@ -40,9 +40,9 @@ class Eagle2(TreeBuilder):
         tree = GrowingTree(self, prefix, rollout)
         depth = rollout.limit_depth(self.depth)
         for level in range(depth):
-            scores = self._add_level(tree)
+            self._add_level(tree)
             if level + 1 < depth:
-                tree.extend_frontier(best_of_level(scores, self.top_k))
+                tree.extend_best(self.top_k)
         return tree.select_best(self.budget)
 
     def _add_level(self, draft: GrowingTree) -> Tensor:

@@ -13,6 +13,7 @@ from spectrain.kernels import counter
 from spectrain.kernels.append_children import Nodes, append_children, can_append
 from spectrain.kernels.counter import fold_key, gumbel_noise
 from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.kernels.tree_selection import Frontier, can_select, select_best, select_frontier
 from spectrain.randomness import DRAFT
 
 from .base import Prefix, TreeBuilder
@@ -120,8 +121,7 @@ class GrowingTree:
         self.parents = torch.full_like(self.tokens, -1)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.frontier = torch.zeros_like(self.tokens)  # [B, F] index of each frontier node
-        # [B, F] positions of these nodes in the rollout
-        self.rollout_index = torch.zeros_like(self.tokens)
+        # The rollout has run the frontier last: its nodes are the last of these.
         self.num_rollout_nodes = 1
         self.level_start = 0  # first node of the newest level
         # Kernels normalise the outputs of the drafter while they look for the likeliest children.
@@ -181,17 +181,39 @@ class GrowingTree:
         """Run nodes `keep` [B, F] of the newest level through the drafter; they become the
         frontier.
         """
-        width = (self.tokens.shape[1] - self.level_start) // self.frontier.shape[1]
         nodes = self.level_start + keep
-        self.outputs = self.rollout.extend(
-            self.tokens.gather(1, nodes), self.rollout_index.gather(1, keep // width)
+        parents = self._first_frontier_run + keep // self._level_width
+        self._run_frontier(Frontier(nodes, self.tokens.gather(1, nodes), parents))
+
+    def extend_best(self, count: int) -> None:
+        """Run the `count` best nodes of the newest level through the drafter; they become the
+        frontier. Ties go to the first.
+        """
+        self._run_frontier(
+            select_frontier(
+                self.tokens,
+                self.scores,
+                self.level_start,
+                self._level_width,
+                self._first_frontier_run,
+                count,
+            )
         )
-        self.frontier = nodes
-        new = torch.arange(
-            self.num_rollout_nodes, self.num_rollout_nodes + keep.shape[1], device=keep.device
-        )
-        self.rollout_index = new.expand_as(keep)
-        self.num_rollout_nodes += keep.shape[1]
+
+    @property
+    def _level_width(self) -> int:
+        """Number of children that each frontier node has in the newest level."""
+        return (self.tokens.shape[1] - self.level_start) // self.frontier.shape[1]
+
+    @property
+    def _first_frontier_run(self) -> int:
+        """Index of the frontier's first node in the rollout."""
+        return self.num_rollout_nodes - self.frontier.shape[1]
+
+    def _run_frontier(self, frontier: Frontier) -> None:
+        self.outputs = self.rollout.extend(frontier.tokens, frontier.parents)
+        self.frontier = frontier.nodes
+        self.num_rollout_nodes += frontier.nodes.shape[1]
 
     def select_best(self, budget: int) -> TokenTree:
         """Return the tree of the `budget` best-scored nodes.
@@ -199,11 +221,41 @@ class GrowingTree:
         A path's score never rises and ties go to the shallower node, so every selected node has its
         parent.
         """
+        if self.builder.children == "deterministic" and can_select(
+            self.tokens.device, self.tokens.shape[1]
+        ):
+            selected = select_best(Nodes(self.tokens, self.parents, self.scores), budget)
+            return self._make_tree(*selected)
         return self.select_nodes(
             self.scores.sort(dim=1, descending=True, stable=True)
             .indices[:, :budget]
             .sort(dim=1)
             .values
+        )
+
+    def select_all(self) -> TokenTree:
+        """Return the tree of all nodes."""
+        if self.builder.children == "deterministic":
+            valid = self.scores > NEG_INF
+            return self._make_tree(self.tokens, self.parents, self.scores, valid)
+        every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return self.select_nodes(every.expand_as(self.tokens))
+
+    def _make_tree(
+        self, tokens: Tensor, parents: Tensor, scores: Tensor, valid: Tensor
+    ) -> TokenTree:
+        """Return a tree of deterministic children."""
+        return TokenTree(
+            tokens,
+            parents,
+            valid,
+            torch.ones_like(valid),
+            "deterministic",
+            draft_ids=self.rollout.draft_ids,
+            height=self.num_levels,
+            max_children=self.max_width,
+            scores=scores,
+            emits_all=True,
         )
 
     def select_nodes(self, keep: Tensor) -> TokenTree:
@@ -216,13 +268,7 @@ class GrowingTree:
             keep = keep.contiguous()
             selected = run_on_cpu("select_nodes", keep, tree)
         if selected is not None:
-            tokens, parents, scores, valid = selected
-            every = torch.ones_like(valid)
-            ids = self.rollout.draft_ids
-            bounds = (self.num_levels, self.max_width)
-            return TokenTree(
-                tokens, parents, valid, every, "deterministic", None, ids, *bounds, scores=scores
-            )
+            return self._make_tree(*selected)
         renumber = torch.full_like(self.tokens, -1)
         renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
         old = self.parents.gather(1, keep)

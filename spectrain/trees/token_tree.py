@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.round_log import tree_stats
+from spectrain.kernels.tree_masks import find_ancestors
 
 from .cached_value import cached_value
 
@@ -54,6 +55,7 @@ class TokenTree:
     max_children: int | None = None
     pruning: PruningStats | None = None
     scores: Tensor | None = None  # [B, N] log of the drafter's estimate that a node is accepted
+    emits_all: bool = False  # whether the host knows that every node can be emitted
 
     @classmethod
     def from_parents(
@@ -101,38 +103,25 @@ class TokenTree:
         return bool(((self.parents == chain) | ~(self.valid & self.can_emit)).all())
 
     @cached_value
-    def _ancestors_and_depths(self) -> tuple[Tensor, Tensor] | None:
-        """What a kernel finds at once, or None where it does not run."""
+    def _ancestors_and_depths(self) -> tuple[Tensor, Tensor]:
+        """What is found at once."""
         found: tuple[Tensor, Tensor] | None = run_on_cpu("find_ancestors", self.parents)
-        return found
+        return find_ancestors(self.parents, self.max_path_nodes) if found is None else found
 
-    @cached_value
+    @property
     def ancestors(self) -> Tensor:
         """The ancestor mask [B, N, N] bool: True where node j is node i or one of its ancestors."""
-        if self._ancestors_and_depths is not None:
-            return self._ancestors_and_depths[0]
-        num_nodes = self.tokens.shape[1]
-        eye = torch.eye(num_nodes, device=self.tokens.device)
-        if num_nodes == 1:
-            return eye.bool().expand(self.tokens.shape[0], 1, 1)
-        step = torch.zeros(*self.tokens.shape, num_nodes, device=self.tokens.device)
-        step.scatter_(
-            2, self.parents.clamp(min=0)[..., None], (self.parents >= 0).float()[..., None]
-        )
-        reach = step + eye
-        # each squaring doubles the depth that is covered
-        for _ in range((self.max_path_nodes - 1).bit_length()):
-            reach = (reach @ reach).clamp(max=1)
-        return reach.bool()
+        return self._ancestors_and_depths[0]
 
-    @cached_value
+    @property
     def depths(self) -> Tensor:
         """The depth of every node [B, N] int64, 0 at the root."""
-        return (
-            self.ancestors.sum(-1) - 1
-            if self._ancestors_and_depths is None
-            else self._ancestors_and_depths[1]
-        )
+        return self._ancestors_and_depths[1]
+
+    @property
+    def can_accept(self) -> Tensor:
+        """Which nodes [B, N] may be accepted: those that can be emitted and are no padding."""
+        return self.valid if self.emits_all else self.valid & self.can_emit
 
     @property
     def num_drafted(self) -> Tensor:

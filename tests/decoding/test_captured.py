@@ -270,11 +270,9 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
     storages = {
         argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)
     }
-    assert (
-        engine.state.log is not None
-        and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)}
-        <= storages
-    )
+    log = engine.state.context.log
+    assert log is not None
+    assert {storage_of(log.lines), storage_of(engine.state.context.tokens)} <= storages
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])

@@ -1,11 +1,13 @@
-"""Launch every kernel as a GPU's process would, without one: bound, specialised and compiled for
-sm_90 by Triton, for a driver that loads and runs nothing. A program of its own, for a process in
-which triton interprets cannot compile; it prints what was launched as JSON.
+"""Launch every kernel as a GPU's process would, without one: bound, specialised and compiled by
+Triton for sm_90, or the architecture of the first argument, for a driver that loads and runs
+nothing. A program of its own, for a process in which triton interprets cannot compile; it prints
+what was launched, and the resources of every compiled variant, as JSON.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from functools import partial
@@ -19,14 +21,20 @@ from triton.runtime.driver import driver
 
 from lab.benchmarks.attention import random_tree
 from spectrain.kernels import (
+    add_norm,
     append_children,
+    draft_input,
+    gated_unit,
     kv_append,
     kv_commit,
-    round_log,
+    rotate_append,
+    round_commit,
     row_kl,
     token_commit,
     tree_attention,
+    tree_masks,
     tree_recursive,
+    tree_selection,
     tree_verify,
     tree_walks,
 )
@@ -34,11 +42,47 @@ from spectrain.kernels.counter import host_key
 
 CPU = torch.device("cpu")
 launches: Counter[str] = Counter()
-spilled: dict[str, int] = {}  # bytes of stack, of what has any
+architecture = 90
+# Registers of a thread, bytes of stack, bytes of shared memory, and warps, of every variant.
+resources: dict[str, dict[str, int]] = {}
+# What one multiprocessor of an H100, H200 or B200 has.
+REGISTERS = 65536
+SHARED_MEMORY = 228 * 1024
+WARPS = 64
+PROGRAMS = 32
+
+
+def count_programs(registers: int, shared: int, warps: int) -> int:
+    """Return the programs that one multiprocessor holds at a time, by its registers, which a warp
+    takes in units of 256, its shared memory, of which a program takes one KB more, and its warps.
+    """
+    warp_registers = -(-32 * registers // 256) * 256
+    by_registers = REGISTERS // (warp_registers * warps)
+    return min(by_registers, SHARED_MEMORY // (shared + 1024), WARPS // warps, PROGRAMS)
+
+
+def name_variant(source: Any) -> str:
+    """Return a kernel's name, its floating-point types, and its constants."""
+    names = source.fn.arg_names
+    constants = {
+        names[index[0]]: value for index, value in source.constants.items() if len(index) == 1
+    }
+    floats = {kind.strip("*") for kind in source.signature.values() if "f" in str(kind)}
+    types = sorted(kind for kind in floats if kind[:2] in ("bf", "fp"))
+    parts = [
+        f"{name}={int(value) if isinstance(value, bool) else value}"
+        for name, value in sorted(constants.items())
+        if name.isupper()
+    ]
+    absent = [f"no {name}" for name, value in sorted(constants.items()) if value is None]
+    return " ".join([source.fn.__name__, *types, *parts, *absent])
 
 
 class Utils:
     """The part of the CUDA driver that a launch needs."""
+
+    variant = ""  # the one that is loaded next
+    num_warps = 0
 
     def load_binary(
         self, name: str, kernel: bytes, shared: int, device: int
@@ -54,8 +98,13 @@ class Utils:
                 check=True,
             )
         registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", output.stdout)[0])
-        if stack:
-            spilled[name] = max(stack, spilled.get(name, 0))
+        resources[self.variant] = {
+            "registers": registers,
+            "stack": stack,
+            "shared": shared,
+            "warps": self.num_warps,
+            "programs": count_programs(registers, shared, self.num_warps),
+        }
         return object(), 1, registers, stack, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -68,6 +117,8 @@ class Stand:
     utils = Utils()
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        self.utils.variant, self.utils.num_warps = name_variant(source), metadata.num_warps
+
         def launch(x: int, y: int, z: int, *rest: Any) -> None:
             assert x > 0 and 0 < y <= 65535 and 0 < z <= 65535, (metadata.name, x, y, z)
             launches[metadata.name] += 1
@@ -83,7 +134,7 @@ class Stand:
     def set_current_device(self, device: int) -> None: ...
 
     def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", architecture, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return CPU
@@ -141,21 +192,48 @@ def launch_emit(batch: int, nodes: int, steps: int) -> None:
     rows = torch.zeros(batch, dtype=torch.int64)
     path = torch.zeros(batch, steps, dtype=torch.int64)
     active = torch.ones(batch, dtype=torch.bool)
-    emitted, accepted = token_commit._launch_emit(
-        tree.tokens,
-        path,
-        rows + 1,
-        rows,
-        torch.zeros(batch, 300).long(),
-        rows,
-        active,
-        rows + 9,
-        torch.arange(2),
-    )
+    verdicts = path, rows + 1, rows
+    tokens = torch.zeros(batch, 300).long()
+    texts = tokens, rows, active, rows + 9, torch.arange(2)
+    token_commit._launch_emit(tree.tokens, *verdicts, *texts)
     lines = torch.zeros(4, batch, steps + 4).long()
-    round_log._launch_log(
-        lines, rows[:1], emitted, accepted, tree.depths, tree.valid, tree.can_emit
+    trees = tree.depths, tree.valid, tree.can_emit
+    for buffers in ((path.clone(), rows.clone()), (None, None)):
+        round_commit._launch_round_commit(
+            tree.tokens, *verdicts, *trees, *texts, lines, rows, *buffers
+        )
+    tree_masks._launch_ancestors(tree.parents)
+    tree_masks._launch_pack(tree.ancestors)
+
+
+def launch_steps(dtype: torch.dtype, width: int) -> None:
+    """Launch what lies between the products of an EAGLE-3 step, over a head size of 128."""
+    layers = draft_input.InputLayers(
+        torch.zeros(32, width, dtype=dtype), *torch.zeros(2, width, dtype=dtype), 1e-5, False
     )
+    rows = draft_input.DraftedRows(
+        torch.zeros(1, 41, width, dtype=dtype),
+        torch.zeros(1, 41, 1).long(),
+        torch.zeros(1, 41).long(),
+    )
+    tokens = torch.zeros(1, 10).long()
+    lengths = torch.zeros(1).long()
+    draft_input._launch_node_input(tokens, tokens, lengths, *rows, 1, *layers)
+    x = torch.zeros(1, 10, width, dtype=dtype)
+    draft_input._launch_accepted_input(tokens, lengths, lengths, lengths, x, *layers)
+    add_norm._launch_add_norm(x, x, x[0, 0], 1e-5)
+    for counts in (None, lengths):
+        add_norm._launch_store(rows.states, x, x, x[0, 0], 1e-5, 1, counts, False)
+    gated_unit._launch_gated_unit(x[0], x[0])
+    store = torch.zeros(2, 1, 300, 8, 128, dtype=dtype)
+    table = torch.zeros(300, 2, 64, dtype=dtype)
+    queries = torch.zeros(1, 10, 4096, dtype=dtype)
+    keys = queries[..., :1024].contiguous()
+    rotate_append._launch_rotate_append(store, queries, keys, keys, table, tokens, lengths, 3)
+    for count in (61, 711):
+        nodes = torch.zeros(1, count).long()
+        tree_selection._launch_frontier(nodes, nodes.float(), 1, 4, 0, 4)
+        tree_selection._launch_select(nodes, nodes, nodes.float(), 16)
 
 
 def launch_children(dtype: torch.dtype, vocab: int) -> None:
@@ -191,6 +269,8 @@ def launch_loss(dtype: torch.dtype, vocab: int) -> None:
 
 
 def main() -> None:
+    global architecture
+    architecture = int(sys.argv[1]) if len(sys.argv) > 1 else architecture
     driver.set_active(Stand())
     tree_attention._can_run_kernel = lambda *tensors: True  # type: ignore[assignment]
     tree_verify.can_run_kernel = tree_recursive.can_run_kernel = lambda logits: True  # type: ignore[assignment]
@@ -202,9 +282,10 @@ def main() -> None:
         launch_commits(dtype)
         launch_loss(dtype, 128256)
         launch_children(dtype, 32000)
+        launch_steps(dtype, 4096)
     for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
         launch_emit(*sizes)
-    print(json.dumps({"launches": launches, "spilled": spilled}))
+    print(json.dumps({"launches": launches, "resources": resources}))
 
 
 if __name__ == "__main__":

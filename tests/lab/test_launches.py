@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.benchmarks.launches import LaunchCounter, count_round
+from lab.benchmarks.launches import LaunchCounter, count_parts, count_round
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.captured import CapturedRunner
@@ -84,7 +84,10 @@ def make_engine(name: str) -> CapturedRunner:
     target = cut_tiny(3)
     model = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
-    merge_linears(target.model)  # as `pack` does on a GPU
+    # As `pack_weights` and `prepare_for_decoding` do on a GPU.
+    merge_linears(target.model)
+    if model is not None:
+        merge_linears(model, trainable=True)
     return CapturedRunner(target, rule, model, builder)
 
 
@@ -153,6 +156,52 @@ def test_the_end_of_a_level_takes_two_launches(width: int, monkeypatch: pytest.M
         counts.append(counter.launches.total())
     by_kernels, by_torch = counts
     assert by_kernels == 2 and by_torch >= 8
+
+
+# What a draft step of one EAGLE-3 layer launches after the first one. Matrix products are a
+# library's, so nothing before one can go into it: with five of them, this is the floor where no
+# kernel multiplies itself.
+STEP = {
+    "aten::mm": 5,  # q, k, v; the attention's output; gate and up; down; the output layer
+    "spectrain::node_input": 1,  # embedding, norms, positions, and what a node sees
+    "spectrain::rotate_append": 1,
+    "spectrain::tree_attention": 2,
+    "spectrain::add_norm": 1,
+    "spectrain::gated_unit": 1,
+    "spectrain::store_states": 1,  # the residual sum and the output's norm
+    "spectrain::append_children": 2,
+    "spectrain::select_frontier": 1,
+}
+ACCEPT = {
+    "spectrain::tree_match": 2,  # the target's choices by parts of rows, and the walk
+    "spectrain::round_commit": 1,  # tokens, lengths, log, and what the next draft reads
+    "spectrain::kv_commit": 1,
+}
+MOST_LAUNCHES = 20
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [(Chain(2), Chain(3)), (Eagle2(4, 16, 4), Eagle2(5, 16, 4)), (Eagle2(4, 60), Eagle2(5, 60))],
+)
+def test_a_draft_step_and_acceptance_take_twenty_launches(
+    short: TreeBuilder, long: TreeBuilder, batch: int
+) -> None:
+    """A draft one step longer takes the launches of a step more, which are those of the list; with
+    the acceptance they are at most twenty."""
+    drafts = []
+    for builder in (short, long):
+        target = cut_tiny(2)
+        drafter = Eagle3(target, vocab_size=512).eval().to("meta")
+        merge_linears(drafter, trainable=True)
+        target.to("meta")
+        parts = count_parts(CapturedRunner(target, Greedy(), drafter, builder), batch)
+        drafts.append(parts["draft"].launches)
+        # A batch of more than one copies a view or two that is contiguous in one row alone.
+        assert parts["accept"].launches == ACCEPT
+    assert drafts[1] - drafts[0] == STEP
+    assert sum(STEP.values()) + sum(ACCEPT.values()) <= MOST_LAUNCHES
 
 
 @pytest.mark.parametrize(

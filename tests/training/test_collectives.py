@@ -188,6 +188,23 @@ def test_every_rank_of_eight_exchanges_the_same(shallow_folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_ranks_of_zero_exchange_the_same(
+    shallow_folder: Path, tmp_path: Path, sharding: str
+) -> None:
+    """DeepSpeed's ranks, one with full batches and one that lacks some in the last step, sum
+    gradients and gather weights in the same order and sizes, checkpoints included."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    options = {**ACCUMULATED, "sharding": sharding}
+    (records,) = record([make_job(tmp_path, shallow_folder, "eagle3", [0, 7], options)])
+    records.assert_equal()
+    names = {name for name, _ in records.first["collectives"]}
+    # Gradients are sums of all ranks in both; with ZeRO-3 weights are gathered too.
+    assert any(name.startswith(("reduce_", "allreduce_", "_reduce_scatter")) for name in names)
+    assert any("allgather" in name for name in names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_family_exchanges_the_same(
     shallow_folder: Path, tmp_path: Path, recompute: bool

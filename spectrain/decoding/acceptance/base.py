@@ -46,7 +46,7 @@ def make_nodes(tree: TokenTree) -> TreeNodes:
     return TreeNodes(
         tree.tokens,
         tree.parents,
-        tree.valid & tree.can_emit,
+        tree.can_accept,
         tree.max_path_nodes - 1,
         most_children,
     )
@@ -93,7 +93,7 @@ class AcceptanceRule(ABC):
         self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
     ) -> AcceptedPath:
         """Accept a path of a tree by `logits` [B, N, V]. Raises a UserError for a tree that the
-        rule is not valid for.
+        rule is not valid for. A rule that draws reads the `positions` [B, N] that follow the nodes.
         """
 
     def accept(

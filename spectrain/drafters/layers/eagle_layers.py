@@ -111,6 +111,8 @@ class EagleDrafter(FusedDrafter):
 
     # Whether the next draft step reads the normed output.
     norm_output = False
+    # [T, 2, D / 2] cosines and sines of positions, for kernels; made when they first run.
+    rope_table: Tensor | None = None
 
     def __init__(self, target: Target, settings: EagleSettings) -> None:
         super().__init__()

@@ -64,14 +64,19 @@ class StateDrafter(VocabularyDrafter):
         """Read the features of the last accepted tokens; return the root's state [B, 1, D] and
         the drafter's cache.
         """
+        cache = self.open_cache(context)
+        hidden = self.fuse_features(context.new_features)
+        slots = cache.next_slots(hidden.shape[1])
+        output = self.run(context.next_tokens, hidden, slots, cache, None)
+        cache.commit(None, context.num_new)
+        return context.last_state(output), cache
+
+    def open_cache(self, context: Context) -> TreeCache:
+        """Return the drafter's cache for a round, empty in the first one."""
         self.cache = context.drafting_cache(
             self.cache, self.num_layers, context.builder.max_drafted
         )
-        hidden = self.fuse_features(context.new_features)
-        slots = self.cache.next_slots(hidden.shape[1])
-        output = self.run(context.next_tokens, hidden, slots, self.cache, None)
-        self.cache.commit(None, context.num_new)
-        return context.last_state(output), self.cache
+        return self.cache
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Remove the draft's uncommitted entries from the cache."""

@@ -31,6 +31,7 @@ __all__ = [
     "is_large_weight",
     "is_packed",
     "lowest_precision",
+    "merge_linears",
     "pack_linears",
     "packed_product",
     "packed_weights",

@@ -76,10 +76,11 @@ def _merged_forward(linear: Any, input: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def merge_linears(module: nn.Module) -> None:
+def merge_linears(module: nn.Module, trainable: bool = False) -> None:
     """Merge the linears in `module` that read the same input into one product. Quantized, trainable
     and shared weights stay as they are, and so do weights inside larger storage, such as the flat
-    buffers of an optimiser."""
+    buffers of an optimiser. With `trainable`, weights that could be trained are merged too, because
+    nothing trains them now; where they need gradients, each is multiplied by itself."""
     uses = Counter(
         id(p) for part in module.modules() for p in part._parameters.values() if p is not None
     )
@@ -98,7 +99,7 @@ def merge_linears(module: nn.Module) -> None:
                 for linear in linears
             )
             if not overridden and all(
-                uses[id(p)] == 1 and _is_movable(linear, p) for linear, p in parameters
+                uses[id(p)] == 1 and _is_movable(linear, p, trainable) for linear, p in parameters
             ):
                 _merge_group(linears)
 
@@ -125,7 +126,7 @@ def _merge_group(linears: Sequence[nn.Linear]) -> None:
         set_forward(linear, MethodType(_merged_forward, linear))
 
 
-def _is_movable(linear: nn.Linear, parameter: nn.Parameter) -> bool:
+def _is_movable(linear: nn.Linear, parameter: nn.Parameter, trainable: bool) -> bool:
     """Return whether a parameter may move: it is frozen, and alone in its storage or put there
     by a merge.
     """
@@ -136,7 +137,7 @@ def _is_movable(linear: nn.Linear, parameter: nn.Parameter) -> bool:
     return (
         (is_alone or is_merged_storage)
         and parameter.is_contiguous()
-        and not parameter.requires_grad
+        and (trainable or not parameter.requires_grad)
     )
 
 

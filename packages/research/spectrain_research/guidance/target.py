@@ -57,9 +57,10 @@ class PairedCache(TreeCache):
         counts: Tensor,
         hidden: Tensor | None = None,
         path_hidden: Tensor | None = None,
+        are_counted: bool = False,
     ) -> None:
         self.without.commit(path, counts)
-        super().commit(path, counts, hidden, path_hidden)
+        super().commit(path, counts, hidden, path_hidden, are_counted)
 
     def crop(self, lengths: Tensor) -> None:
         self.without.crop(lengths)
