@@ -122,6 +122,7 @@ def test_sequences_that_a_request_did_not_return_are_requested_once(
     assert server.num_captured == count + 8 + 6
 
 
+@pytest.mark.slow
 def test_wrong_states_of_an_answer_are_requested_again(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_wrong_states_of_an_answer_are_requested_again(
     assert "where its states give" in next((tmp_path / "always" / "failed").iterdir()).read_text()
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:

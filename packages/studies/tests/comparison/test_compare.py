@@ -154,6 +154,7 @@ def test_budgets_are_spent(comparison_folder: Path) -> None:
     assert all(row["name"] in text for row in rows)
 
 
+@pytest.mark.slow
 def test_every_run_is_validated_at_the_same_positions(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +246,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sweep(4, free=("word",))
 @pytest.mark.parametrize("word", MISTAKES)
 def test_mistakes_are_refused(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
