@@ -35,7 +35,7 @@ def prepare_process() -> None:
     import hydra
     import torch
 
-    from tests.compiling import compile_in_turn, is_beside_others
+    from tests.compiling import compile_in_turn, has_other_workers
     from tests.composing import compose_once
     from tests.interpreting import patch_triton_interpreter
 
@@ -44,7 +44,7 @@ def prepare_process() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         patch_triton_interpreter()
     hydra.compose = compose_once(hydra.compose)
-    if is_beside_others() and importlib.util.find_spec("numba") is not None:
+    if has_other_workers() and importlib.util.find_spec("numba") is not None:
         compile_in_turn()
 
     from spectrain.config.build import register_resolvers
@@ -128,9 +128,9 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Let one process at a time rewrite the assertions of a test module."""
-    from tests.compiling import import_in_turn, is_beside_others
+    from tests.compiling import has_other_workers, import_in_turn
 
-    if not isinstance(collector, pytest.Module) or not is_beside_others():
+    if not isinstance(collector, pytest.Module) or not has_other_workers():
         return (yield)
     with import_in_turn(collector.path):
         return (yield)

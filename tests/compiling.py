@@ -22,7 +22,7 @@ FOLDER = Path(__file__).with_name("__pycache__")
 LONGEST_WAIT = 300.0
 
 
-def is_beside_others() -> bool:
+def has_other_workers() -> bool:
     """Tell whether other processes run tests of the same session."""
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
 
