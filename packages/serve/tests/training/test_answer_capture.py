@@ -102,6 +102,7 @@ def test_answers_and_states_come_from_the_same_request(
     assert len(server.bodies) == count
 
 
+@pytest.mark.slow
 def test_sequences_that_a_request_did_not_return_are_requested_once(
     tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
