@@ -49,6 +49,7 @@ COMMON = (
         "tree.depth=3",
     ),
     *("eval.limit=2", "eval.max_new_tokens=5", "eval.oracle=false", "eval.repeats=1"),
+    "eval.baselines=[own,auto,copies]",
 )
 
 
