@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def prepare_process() -> None:
     import hydra
     import torch
 
+    from tests.compiling import compile_in_turn, has_other_workers
     from tests.composing import compose_once
     from tests.interpreting import patch_triton_interpreter
 
@@ -42,13 +44,18 @@ def prepare_process() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         patch_triton_interpreter()
     hydra.compose = compose_once(hydra.compose)
+    if has_other_workers() and importlib.util.find_spec("numba") is not None:
+        compile_in_turn()
 
     from spectrain.config.build import register_resolvers
     from spectrain.decoding import calibration, latency
     from spectrain.eval import memory
+    from spectrain.models import loading
     from spectrain.training import validation as held_out
+    from tests.loading import load_once
 
     register_resolvers()
+    loading.load_tiny = load_once(loading.load_tiny)
     memory.TOKENS = 8  # enough for a peak; scoring takes 24
     # times that each size of tree is timed, of 5: no test compares them
     latency.measure_latency.__defaults__ = (1,)
@@ -114,6 +121,19 @@ def seed_random() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let one process at a time rewrite the assertions of a test module."""
+    from tests.compiling import has_other_workers, import_in_turn
+
+    if not isinstance(collector, pytest.Module) or not has_other_workers():
+        return (yield)
+    with import_in_turn(collector.path):
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -361,6 +361,7 @@ def test_scripts_get_the_answers_alone(
     )
 
 
+@pytest.mark.sweep(3, free=("words", "description"))
 @pytest.mark.parametrize(
     "words, description",
     [

@@ -177,7 +177,7 @@ SERVED = {
 }
 
 
-@pytest.mark.sweep(8, free=("case",))
+@pytest.mark.sweep(4, free=("case",))
 @pytest.mark.parametrize("case", SERVED)
 def test_card_has_a_command_for_every_engine_that_serves_it(
     case: str, tiny: Target, tmp_path: Path
@@ -502,6 +502,7 @@ UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None],
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2, free=("fault",))
 @pytest.mark.parametrize("fault", UNO_FAULTS)
 def test_lint_names_what_sglang_would_misread_of_uno(
     fault: str, tiny: Target, tmp_path: Path

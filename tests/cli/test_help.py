@@ -233,6 +233,7 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(line) <= 80 or "spectrain train" in line, line
 
 
+@pytest.mark.sweep(10, free=("name",))
 @pytest.mark.parametrize("name", help.COMMANDS)
 def test_help_fits_two_screens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a topic it has at most 60 lines of 80 columns, with the examples, every flag, and

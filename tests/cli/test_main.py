@@ -286,7 +286,7 @@ def check_mistake(status: Any, stderr: str, expected: tuple[str, ...], folder: P
     assert [path.name for path in (folder / "taken").iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.sweep(52, free=("words", "expected"))
+@pytest.mark.sweep(24, free=("words", "expected"))
 @pytest.mark.parametrize("words, expected", MISTAKES.values(), ids=list(MISTAKES))
 def test_mistake_is_a_single_sentence(
     words: tuple[str, ...],

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from spectrain import files
+from spectrain.cli.main import main
 from spectrain.data.readers import ConversationReader, JsonlReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader
@@ -221,7 +221,9 @@ def test_a_line_longer_than_any_row_is_refused(
         JsonlReader(str(path)).load_conversations()
 
 
-def test_a_training_on_malformed_data_writes_nothing(tmp_path: Path) -> None:
+def test_a_training_on_malformed_data_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit status 2, one line on the error stream, no run folder."""
     path = tmp_path / "rows.jsonl"
     run = tmp_path / "run"
@@ -239,12 +241,12 @@ def test_a_training_on_malformed_data_writes_nothing(tmp_path: Path) -> None:
         f"data.path={path}",
         f"run={run}",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False
-    )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("spectrain:")]
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("spectrain:")]
     assert (
-        done.returncode == 2
+        stopped.value.code == 2
         and len(lines) == 1
         and "line 2: message 2: a tool's result answers no call" in lines[0]
     )

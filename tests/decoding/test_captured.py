@@ -437,7 +437,7 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     )
 
 
-@pytest.mark.sweep(2, free=("drafter", "backend"))
+@pytest.mark.sweep(1, free=("drafter", "backend"))
 @pytest.mark.parametrize(
     "drafter", ["eagle3", "causal", "early_exit", *CASES.get("chain_drafters", ())]
 )

@@ -481,6 +481,7 @@ def build_site(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     """The build is strict, and no page loads a script, a style or a font from elsewhere."""
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")

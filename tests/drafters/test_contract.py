@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 from spectrain.config.build import build
-from spectrain.config.choices import choice_files, conf_folders
+from spectrain.config.choices import choice_files, conf_folders, load_yaml
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
@@ -41,9 +42,8 @@ from tests.targets import cut_tiny
 
 from .toys import FrozenHeads, Independent
 
-FAMILIES = sorted(
-    name for name in choice_files("drafter", conf_folders()) if find_shipped(name) is None
-)
+FILES = choice_files("drafter", conf_folders())
+FAMILIES = sorted(name for name in FILES if find_shipped(name) is None)
 MISSING = {"gated_lora"} - {*FAMILIES}
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
 SMALL: dict[str, dict[str, Any]] = {
@@ -169,8 +169,30 @@ def composed(*overrides: str) -> Any:
 
 
 @cache
+def read_settings(family: str) -> dict[str, Any]:
+    """Read a family's yaml, with its references resolved; that a command composes the same is
+    tested with all of conf/.
+    """
+    return {**OmegaConf.create({"drafter": load_yaml(FILES[family])}).drafter}
+
+
+@cache
 def get_shared_target() -> Target:
     return cut_tiny(3)
+
+
+@cache
+def make_prompts() -> list[list[int]]:
+    """Return three random prompts of unequal length."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 2000, (length,), generator=draw).tolist() for length in (5, 9, 2)]
+
+
+@cache
+def decode_alone(prompt: int) -> list[int]:
+    """Return ten greedy tokens after a prompt, without a drafter."""
+    prompts = [make_prompts()[prompt]]
+    return decode(get_shared_target(), prompts, Greedy(), 10, ignore_eos=True)[0].output
 
 
 def make(name: str, target: Target) -> Drafter:
@@ -179,8 +201,8 @@ def make(name: str, target: Target) -> Drafter:
     if name in TOYS:
         return TOYS[name](target)  # type: ignore[call-arg]
     family, options = VARIANTS.get(name, (name, {}))
-    config = composed(f"drafter={family}")
-    drafter: Drafter = build({**config.drafter, **SMALL.get(family, {}), **options}, target=target)
+    settings = {**read_settings(family), **SMALL.get(family, {}), **options}
+    drafter: Drafter = build(settings, target=target)
     return drafter
 
 
@@ -352,14 +374,9 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     drafter, _ = prepare_drafter(name, target)
     drafter.eval()
     recorder = Keeping(builder)
-    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
-    expected = [
-        decode(target, [prompt], Greedy(), 10, ignore_eos=True)[0].output for prompt in prompts
-    ]
     session = Session(target, Greedy(), drafter, recorder)
-    assert [
-        generation.output for generation in session.decode(prompts, 10, ignore_eos=True)
-    ] == expected
+    generations = session.decode(make_prompts()[:batch], 10, ignore_eos=True)
+    assert [generation.output for generation in generations] == [*map(decode_alone, range(batch))]
     assert recorder.trees
 
 

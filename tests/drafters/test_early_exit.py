@@ -653,6 +653,7 @@ def test_resumed_equals_uninterrupted(
     assert metrics == other_metrics and [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.sweep(1, free=("adapt",))
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> None:
     """Weights are float32 in training; then all are bfloat16 again, and the target's logits are

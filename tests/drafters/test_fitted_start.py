@@ -129,6 +129,7 @@ def test_fitted_rows_are_those_of_the_loss(shallow: Target, packed: bool) -> Non
         assert torch.equal(label_positions(batch, step), supervision.is_supervised(step))
 
 
+@pytest.mark.sweep(2, free=("options",))
 @pytest.mark.parametrize("options", VARIANTS)
 def test_every_fit_lowers_the_error_of_the_states(shallow: Target, options: dict[str, Any]) -> None:
     """After each module the mean squared error of predicted states is smaller, and the loss is

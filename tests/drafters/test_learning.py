@@ -72,6 +72,7 @@ def measure_loss(drafter: Drafter, target: Target, examples: list[Example]) -> f
     return float(drafter.loss(batch, target, TrainingState()).total) / batch.num_supervised
 
 
+@pytest.mark.sweep(4, free=("start",))
 @pytest.mark.parametrize("start", STARTS)
 def test_the_loss_of_other_text_falls_from_the_first_step(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

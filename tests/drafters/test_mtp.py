@@ -114,6 +114,7 @@ def test_training_unroll_equals_decoding(target: Target) -> None:
             )
 
 
+@pytest.mark.sweep(3, free=("target",))
 @torch.no_grad()
 def test_every_round_drafts_what_training_unrolls(target: Target) -> None:
     """In every round a chain's drafts are the likeliest tokens of the training forward over the
@@ -157,7 +158,7 @@ def test_the_first_state_is_that_after_the_final_norm(target: Target) -> None:
     torch.testing.assert_close(rollout.start(), target.head.logits(rollout.hidden).log_softmax(-1))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(3, free=("target",))
 @pytest.mark.parametrize("loss", ["forward_kl", "cross_entropy", "lk_hybrid"])
 def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
     """Loss, gradients, hits and counts of a padded batch, of a packed one, and of documents one

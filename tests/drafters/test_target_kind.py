@@ -106,7 +106,7 @@ def test_latent_attention_is_that_of_transformers(
     torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(3, free=("target", "architecture"))
+@pytest.mark.sweep(2, free=("target", "architecture"))
 @pytest.mark.parametrize(
     ("target", "architecture"), KINDS.items(), indirect=["target"], ids=[*KINDS]
 )

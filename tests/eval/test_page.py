@@ -280,6 +280,7 @@ def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> No
     )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["eagle3", "ngram", "auto", "comparison"])
 def test_page_stands_alone_and_fits(

@@ -144,6 +144,7 @@ def test_a_drafter_computes_in_the_targets_type(shallow: Target, tmp_path: Path)
         make_evaluation(tmp_path, drafter_dtype="bfloat16").check_prompts(shallow)
 
 
+@pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize(
     "rule", [Greedy(), Match(temperature=0.8, seed=2)], ids=lambda rule: rule.name
 )

@@ -209,6 +209,7 @@ def test_a_judge_that_is_missing_or_blind_is_refused(
 CASES = load_cases(__name__)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "rule",
     [Greedy(), *CASES.get("test_quality_is_shown_for_lossy_rules_or_on_request", ())],

@@ -123,6 +123,7 @@ def test_a_stopped_job_is_queued_again(stand_ins: Path, tmp_path: Path) -> None:
     assert status == 3 and words[-1] != "scontrol requeue 7"
 
 
+@pytest.mark.sweep(1, free=("launcher",))
 @pytest.mark.parametrize("launcher", ["submitit_slurm", "submitit_local"])
 def test_a_sweep_names_a_launcher_of_hydra(
     launcher: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ SPECULATORS: dict[str, tuple[str, Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(10, free=("case",))
 @pytest.mark.parametrize("case", SPECULATORS)
 def test_seeded_faults_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""
@@ -188,6 +189,7 @@ PEAGLE: dict[str, tuple[str, Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3, free=("case",))
 @pytest.mark.parametrize("case", PEAGLE)
 def test_seeded_faults_of_peagle(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""

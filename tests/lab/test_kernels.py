@@ -465,6 +465,7 @@ class LosableDevice:
         return count
 
 
+@pytest.mark.slow
 def test_an_illegal_access_of_a_kernel_starves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,6 +560,7 @@ def test_the_script_goes_on_three_times_and_then_reports(
         assert (tmp_path / "out" / "report.md").exists()
 
 
+@pytest.mark.slow
 def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
     """The watchdog writes that it took too long, and ends the process."""
     path = tmp_path / "kernels.json"

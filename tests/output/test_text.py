@@ -92,6 +92,7 @@ def test_ordinary_text_stays(text: str) -> None:
     assert clean_text(text) == text
 
 
+@pytest.mark.sweep(2, free=("part",))
 @pytest.mark.parametrize("part", ["a", "a.", "a-", "--", "auth-", "x://"])
 def test_long_words_are_read_once(part: str) -> None:
     """A text of 300,000 characters without a space, which patterns that begin anywhere would read

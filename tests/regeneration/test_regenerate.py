@@ -313,6 +313,7 @@ def test_killed_processes_leave_the_set_of_a_single_process(
     assert len(answered) <= 4 - finished_lines.count(b"\n") <= 2
 
 
+@pytest.mark.slow
 def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
     """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be
     finished.

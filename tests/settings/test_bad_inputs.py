@@ -174,6 +174,7 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
 }
 
 
+@pytest.mark.sweep(3, free=("case",))
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_are_wrong(
     case: str, drafter_folder: Path, tmp_path: Path, tiny: Target

@@ -297,6 +297,7 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "canary"
 
 
+@pytest.mark.sweep(20, free=("case",))
 @pytest.mark.parametrize("case", FILES)
 def test_nothing_of_a_stranger_runs(
     case: str,
@@ -408,6 +409,7 @@ def test_what_no_yaml_names_is_never_imported(
     assert not canary.exists()
 
 
+@pytest.mark.sweep(1, free=("words",))
 @pytest.mark.parametrize(
     "words", [("eval", "run=causal", "target=tiny"), ("lint", "causal")], ids=lambda words: words[0]
 )

@@ -60,6 +60,7 @@ def test_a_plan_begins_with_its_verdict(
 ) -> None:
     """The first line says whether it fits, with memory, hours and disk; commands are notes."""
     words = ["plan", "recipe=medusa1", "target=tiny", "plan.calibrate=false", "plan.device=cuda"]
+    words += ["data.limit=8"]
     words += [] if fits is None else [f"plan.device_gb={80 if fits else 0.01}"]
     printed = {}
     for flags in ([], ["--notes"]):

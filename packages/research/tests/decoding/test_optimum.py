@@ -189,7 +189,13 @@ def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) ->
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dense"),
+    ],
+)
 def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
     """Where it decides about every token, no rule accepts more of two independent drafts (Khisti et
     al., 2024, theorem 1), to the fineness of its chances; about two tokens alone, it accepts less

@@ -213,6 +213,7 @@ def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[l
     assert trees[0].tokens.shape == (1, 6) and torch.equal(trees[0].tokens, trees[1].tokens)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "settings",

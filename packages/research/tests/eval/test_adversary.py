@@ -27,6 +27,7 @@ def run_adversary(target: Target, folder: Path, name: str, **more: Any) -> dict[
     return evaluation.score(candidate, folder / name)
 
 
+@pytest.mark.slow
 def test_edited_prompts_are_drafted_worse_and_answered_losslessly(
     shallow: Target, tmp_path: Path
 ) -> None:

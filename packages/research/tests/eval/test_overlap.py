@@ -20,6 +20,7 @@ SAME = Timetable(depth=3, emitted_counts=(4,) * 10, draft=1.0, verify=2.0, rest=
 BOTH = (Overlap(), Overlap(pre_verify=True))
 
 
+@pytest.mark.sweep(1, free=("way",))
 @pytest.mark.parametrize("way", ["post", "outcomes"])
 def test_overlap_is_scored_with_the_drafter(
     shallow: Target,

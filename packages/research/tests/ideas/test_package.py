@@ -5,6 +5,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from scripts.list_package_names import render_names
 from spectrain.config.missing import NAMES
 from spectrain.config.saved import parse_groups
@@ -44,6 +46,7 @@ def test_the_list_of_names_is_current() -> None:
     assert NAMES.read_text() == render_names()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_code_choices_and_entry_points(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2]
     command = [

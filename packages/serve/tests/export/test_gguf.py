@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(4, free=("case",))
 @pytest.mark.parametrize("case", CASES)
 def test_files_come_back_bit_by_bit(case: str, tiny: Target, tmp_path: Path) -> None:
     """A drafter written as GGUF has no fault, and returns with its settings and its bits."""
@@ -310,6 +311,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3, free=("case",))
 @pytest.mark.parametrize("case", FAULTS)
 def test_seeded_faults(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault of a file is found by its name."""

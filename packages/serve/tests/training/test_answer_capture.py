@@ -102,6 +102,7 @@ def test_answers_and_states_come_from_the_same_request(
     assert len(server.bodies) == count
 
 
+@pytest.mark.slow
 def test_sequences_that_a_request_did_not_return_are_requested_once(
     tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_sequences_that_a_request_did_not_return_are_requested_once(
     assert server.num_captured == count + 8 + 6
 
 
+@pytest.mark.slow
 def test_wrong_states_of_an_answer_are_requested_again(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_wrong_states_of_an_answer_are_requested_again(
     assert "where its states give" in next((tmp_path / "always" / "failed").iterdir()).read_text()
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
     tmp_path: Path, server: ModelStandIn, chats: Path
 ) -> None:

@@ -125,7 +125,7 @@ ALTERED = {
 }
 
 
-@pytest.mark.sweep(2, free=("kind",))
+@pytest.mark.sweep(1, free=("kind",))
 @pytest.mark.parametrize("kind", ALTERED)
 def test_wrong_states_are_requested_again_and_never_stored(
     kind: str,
@@ -172,7 +172,7 @@ def cut_file(path: Path) -> None:
 FILES = {"cut short": (cut_file, "cannot be read"), "gone": (Path.unlink, "there is no such file")}
 
 
-@pytest.mark.sweep(1, free=("kind",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_files_are_requested_again(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
     """A file that is cut short or missing, once or always, counts as no answer."""
@@ -243,6 +243,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep(3, free=("kind",))
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_wrong_server_is_refused_before_anything_is_written(
     kind: str, tmp_path: Path, server: ModelStandIn

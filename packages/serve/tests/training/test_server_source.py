@@ -79,6 +79,7 @@ def test_training_from_a_server_is_training_from_the_target(
     assert not [*(tmp_path / "states").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_persistent_store_spares_requests(tmp_path: Path, server: ModelStandIn) -> None:
     """With source.keep=true every sequence is requested once in all epochs, and a second run
     requests only its probes.
@@ -114,6 +115,7 @@ def test_a_server_that_goes_away_stops_the_training_at_a_checkpoint(
     )
 
 
+@pytest.mark.slow
 def test_wrong_states_are_requested_again_or_stop_the_training(
     tmp_path: Path, server: ModelStandIn
 ) -> None:

@@ -49,6 +49,7 @@ COMMON = (
         "tree.depth=3",
     ),
     *("eval.limit=2", "eval.max_new_tokens=5", "eval.oracle=false", "eval.repeats=1"),
+    "eval.baselines=[own,auto,copies]",
 )
 
 
@@ -154,6 +155,7 @@ def test_budgets_are_spent(comparison_folder: Path) -> None:
     assert all(row["name"] in text for row in rows)
 
 
+@pytest.mark.slow
 def test_every_run_is_validated_at_the_same_positions(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +247,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sweep(4, free=("word",))
 @pytest.mark.parametrize("word", MISTAKES)
 def test_mistakes_are_refused(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
