@@ -9,7 +9,8 @@ folder of code adds.
 
 All ways of decoding take turns on every prompt, and each answer is compared with plain decoding.
 The first prompts choose the drafter of the last line; that line counts the others. With `code`,
-half of the prompts continue files of that folder, and copies come from its other files.
+half of the prompts continue files of that folder, the largest ones. Copies come from its other
+files, and a training of the EAGLE-3 drafter goes on with these for `train_minutes`.
 
 With one thread, seconds are those of the processor, because other work on a machine interrupts
 them at random; with several they are those of the clock.
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +77,15 @@ CONTEXT_TOKENS = 256
 """Tokens of a file of which the next ones are wanted."""
 
 
+@dataclass(frozen=True)
+class CodeFolder:
+    """Texts of a folder of source files."""
+
+    continued: list[str]
+    """The largest, whose middles are prompts."""
+    others: list[str]
+
+
 @dataclass
 class Decoder:
     """A way to decode, and its answers by prompt with their seconds."""
@@ -120,6 +132,8 @@ class CoderPair:
         prompts: int = 8,
         tokens: int = 64,
         minutes: float = 7.0,
+        # Minutes of a training on `code`, before; 0 leaves the drafter as it is.
+        train_minutes: float = 2.0,
         quantization: Literal["gguf", "gguf_int8"] = "gguf_int8",
         vocab_size: int = 32_768,
         # Blocks of the 0.5B's weights.
@@ -133,6 +147,7 @@ class CoderPair:
         self.num_prompts = prompts
         self.tokens = tokens
         self.minutes = minutes
+        self.train_minutes = train_minutes
         self.quantization = quantization
         self.vocab_size = vocab_size
         self.drafter_blocks = drafter_blocks
@@ -142,22 +157,37 @@ class CoderPair:
         console = make_console()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        started = time.perf_counter()
-        target = load_hf(TARGET, quantization=self.quantization)
-        target.pack_weights()
-        eagle = load_for_decoding(require_drafter_directory("trained", self.trained), target)
-        small = Causal(
-            target, model=DRAFTER, vocab_size=self.vocab_size, quantization=self.drafter_blocks
-        )
-        prepare_for_decoding(small, target)
-        console.print(
-            f"{TARGET}, its drafter of {count_gigabytes(eagle):.2f} GB and {DRAFTER} are loaded in "
-            f"{time.perf_counter() - started:.0f} s: {count_gigabytes(target, eagle, small):.2f} "
-            f"GB, {format_threads(torch.get_num_threads())}"
-        )
-        with TemporaryDirectory() as folder:
-            prompts, store = self.read_prompts(target, Path(folder), console)
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            code = None
+            continued = None
+            if self.code is not None:
+                code = split_code(read_code(Path(self.code).expanduser()), self.num_prompts)
+                if self.train_minutes:
+                    continued = continue_training(self.trained, code, self.train_minutes, folder)
+            started = time.perf_counter()
+            target = load_hf(TARGET, quantization=self.quantization)
+            target.pack_weights()
+            eagle = load_for_decoding(require_drafter_directory("trained", self.trained), target)
+            small = Causal(
+                target, model=DRAFTER, vocab_size=self.vocab_size, quantization=self.drafter_blocks
+            )
+            prepare_for_decoding(small, target)
+            console.print(
+                f"{TARGET}, its drafter of {count_gigabytes(eagle):.2f} GB and {DRAFTER} are "
+                f"loaded in {time.perf_counter() - started:.0f} s: "
+                f"{count_gigabytes(target, eagle, small):.2f} GB, "
+                f"{format_threads(torch.get_num_threads())}"
+            )
+            prompts = self.read_questions(target)
+            store = None
+            if code is not None:
+                store = store_texts(target, code.others, folder)
+                prompts = mix_prompts(target, code.continued, prompts)
             decoders = list_decoders(target, eagle, small, store)
+            if continued is not None:
+                own = load_for_decoding(continued, target)
+                decoders.insert(2, Decoder("EAGLE-3 on your code, chain of 2", own, Chain(2)))
             take_turns(target, decoders, prompts, self.tokens, self.minutes, console)
         console.print(make_table(decoders))
         console.print(describe_llama_cpp(torch.get_num_threads()), soft_wrap=True)
@@ -165,40 +195,15 @@ class CoderPair:
         if self.out is not None:
             Path(self.out).write_text(json.dumps(list_numbers(decoders), indent=2) + "\n")
 
-    def read_prompts(
-        self, target: Target, folder: Path, console: Console
-    ) -> tuple[list[list[int]], Datastore | None]:
-        """Return the prompts in tokens, and the store of the folder of code if there is one."""
-        lines = self.questions.read_text().splitlines()
-        questions = [
+    def read_questions(self, target: Target) -> list[list[int]]:
+        """Return the coding questions in tokens."""
+        rows = [json.loads(line) for line in self.questions.read_text().splitlines()]
+        return [
             tokenize_question(
-                target.template,
-                Conversation([{"role": "user", "content": json.loads(line)["prompt"]}]),
+                target.template, Conversation([{"role": "user", "content": row["prompt"]}])
             )
-            for line in lines
+            for row in rows[: self.num_prompts]
         ]
-        if self.code is None:
-            return questions[: self.num_prompts], None
-        files = read_code(Path(self.code).expanduser())
-        num_continued = min(self.num_prompts // 2, len(files) // 2)
-        texts = [target.tokenizer.encode(text) for text in files]
-        long_first = sorted(texts, key=len, reverse=True)
-        continued = long_first[:num_continued]
-        stored: list[list[int]] = []
-        for text in long_first[num_continued:]:
-            if sum(map(len, stored)) + len(text) <= MAX_STORE_TOKENS:
-                stored.append(text)
-        facts = {"tokenizer": hash_vocabulary(target.tokenizer)}
-        size = write_store(folder, stored, [], [], facts)
-        console.print(
-            f"{len(files)} files of {self.code}: {num_continued} are continued, and copies come "
-            f"from {size:,} tokens of the others"
-        )
-        # The middle of a file, behind which much is left to write.
-        cut = [text[max(0, len(text) // 2 - CONTEXT_TOKENS) : len(text) // 2] for text in continued]
-        mixed = [prompt for pair in zip(cut, questions) for prompt in pair]
-        mixed += questions[num_continued : self.num_prompts - num_continued]
-        return mixed, Datastore(str(folder), target.tokenizer)
 
 
 def read_code(folder: Path) -> list[str]:
@@ -215,6 +220,64 @@ def read_code(folder: Path) -> list[str]:
     if len(texts) < 2:
         raise UserError(f"code={folder}: it has fewer than two source files; name another folder")
     return texts
+
+
+def split_code(texts: list[str], num_prompts: int) -> CodeFolder:
+    """Take the largest files for half of the prompts, and leave at least as many others."""
+    num_continued = min(num_prompts // 2, len(texts) // 2)
+    largest_first = sorted(texts, key=len, reverse=True)
+    return CodeFolder(largest_first[:num_continued], largest_first[num_continued:])
+
+
+def continue_training(trained: str, code: CodeFolder, minutes: float, folder: Path) -> Path:
+    """Go on with the training of a drafter on the files that are not continued; return its
+    directory.
+    """
+    data = folder / "code.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.others))
+    run = folder / "run"
+    words = [
+        "recipe=eagle3",
+        f"target={TARGET}",
+        "target.quantization=gguf_int8",
+        "data=text",
+        f"data.path={data}",
+        f"drafter.init={trained}",
+        "drafter.vocab_size=8192",
+        "drafter.architecture={intermediate_size: 6144}",
+        "trainer.batch_tokens=768",
+        f"trainer.max_minutes={minutes}",
+        "eval=none",
+        f"run={run}",
+    ]
+    subprocess.run([sys.executable, "-m", "spectrain", "train", *words], check=True)
+    return run / "drafter"
+
+
+def store_texts(target: Target, texts: list[str], folder: Path) -> Datastore:
+    """Return the store of texts from which tokens are copied, up to its limit of tokens."""
+    stored: list[list[int]] = []
+    num_tokens = 0
+    for text in texts:
+        tokens = target.tokenizer.encode(text)
+        if num_tokens + len(tokens) <= MAX_STORE_TOKENS:
+            stored.append(tokens)
+            num_tokens += len(tokens)
+    write_store(folder, stored, [], [], {"tokenizer": hash_vocabulary(target.tokenizer)})
+    return Datastore(str(folder), target.tokenizer)
+
+
+def mix_prompts(target: Target, texts: list[str], questions: list[list[int]]) -> list[list[int]]:
+    """Return texts up to their middle, behind which much is left to write, and questions, in
+    turns and as many in all as there are questions.
+    """
+    prompts: list[list[int]] = []
+    for number, text in enumerate(texts):
+        tokens = target.tokenizer.encode(text)
+        middle = len(tokens) // 2
+        prompts.append(tokens[max(0, middle - CONTEXT_TOKENS) : middle])
+        prompts.append(questions[number])
+    return [*prompts, *questions[len(texts) : len(questions) - len(texts)]]
 
 
 def list_decoders(

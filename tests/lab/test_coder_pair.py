@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lab.benchmarks.coder_pair import Decoder, describe_result, make_table, read_code
+from lab.benchmarks.coder_pair import (
+    Decoder,
+    describe_result,
+    make_table,
+    mix_prompts,
+    read_code,
+    split_code,
+)
 from spectrain.decoding.generation import Generation
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 
 
 def make_decoder(name: str, seconds: list[float], outputs: list[list[int]]) -> Decoder:
@@ -29,6 +37,22 @@ def test_source_files_of_a_folder_are_read(tmp_path: Path) -> None:
         read_code(tmp_path / "inner")
     with pytest.raises(UserError, match="there is no such folder"):
         read_code(tmp_path / "none")
+
+
+def test_what_is_continued_is_not_trained_on() -> None:
+    texts = ["a" * 5, "b" * 9, "c" * 7, "d" * 1, "e" * 8]
+    code = split_code(texts, num_prompts=8)
+    assert code.continued == ["b" * 9, "e" * 8]
+    assert code.others == ["c" * 7, "a" * 5, "d"]
+    assert split_code(texts, num_prompts=2).continued == ["b" * 9]
+
+
+def test_questions_and_files_take_turns(tiny: Target) -> None:
+    text = "one two three four five six seven eight nine ten"
+    tokens = tiny.tokenizer.encode(text)
+    questions = [[1], [2], [3], [4]]
+    prompts = mix_prompts(tiny, [text], questions)
+    assert prompts == [tokens[: len(tokens) // 2], [1], [2], [3]]
 
 
 def test_the_last_line_counts_prompts_that_did_not_choose() -> None:
