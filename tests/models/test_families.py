@@ -49,7 +49,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         (target, family): "keep a state"
         for target in KEEP_STATES
-        for family in ("early_exit", "layer_skip", "kangaroo", "adaptive_skip", "exits")
+        for family in ("early_exit", "layer_skip", "kangaroo", "adaptive_skip", "exits", "jump")
     },
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{
@@ -95,6 +95,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "layer_skip": {"skipped": [1]},
     "kangaroo": {"exit_layer": 2},
     "causal": {"num_layers": 2},
+    "two_stage_head": {"rank": 16},
     "self": {"budget": 12, "observe": 4},
 }
 

@@ -47,7 +47,7 @@ SINGLE_PASS = ("dflash", "dspark", "dflash2", "peagle")
 SHORT = ("data.limit=6", "data.max_length=128")
 LLAMA = (
     "target=hf",
-    f"target.model={ROOT / 'data' / 'llama-3.1-8b'}",
+    f"target.model={ROOT / 'lab' / 'target_configs' / 'llama-3.1-8b'}",
     "data=hub",
     "data.path=any",
     "data.max_length=2048",
