@@ -1,5 +1,6 @@
-"""The headline of an evaluation: what training gained, then how fast decoding is with the drafter
-and why. summary.json holds these sentences under `headline`; terminal, page and card show them.
+"""The headline of an evaluation: what training gained, how fast decoding is with the drafter and
+why, and the surveys' model of a chain. summary.json holds these sentences under `headline`;
+terminal, page and card show them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,10 +28,11 @@ OWN_SYSTEMS = (DRAFTER, "own", "auto", "chain", RECOMMENDED)
 
 
 def describe_headline(summary: Summary) -> list[str]:
-    """Return what training gained, in tokens per forward, and the speed of the scored drafter with
-    its reason; less where less was measured.
+    """Return what training gained, in tokens per forward, the speed of the scored drafter with
+    its reason, and its chain in the surveys' symbols; less where less was measured.
     """
-    return [*describe_training_gain(summary), *describe_speed(summary)]
+    models = list_throughput_models(summary)
+    return [*describe_training_gain(summary), *describe_speed(summary), *models[:1]]
 
 
 def describe_training_gain(summary: Summary) -> Iterator[str]:
@@ -125,6 +127,31 @@ def _explain_speed(entry: Summary) -> str:
     return (
         f": a round makes {length:.2f} tokens in the time of {cost:.2f} steps. Where verifying "
         f"costs one step, it would be {free:.2f} times"
+    )
+
+
+def list_throughput_models(summary: Summary) -> list[str]:
+    """Say what the surveys' model makes of each chain, in its symbols, beside what was measured."""
+    return [
+        _describe_throughput_model(entry)
+        for entry in list_systems(summary).values()
+        if entry.get("throughput_model")
+    ]
+
+
+def _describe_throughput_model(entry: Summary) -> str:
+    model = entry["throughput_model"]
+    length = entry["acceptance_length"]["pooled"]
+    speedup = format_speedup(entry["speedup"])
+    best = (
+        f"best gamma = {model['best_gamma']}, V_SD = {model['best_speedup']:.2f}"
+        if model["best_gamma"]
+        else "no gamma gains"
+    )
+    return (
+        f"In the surveys' symbols, {entry['label']}: alpha = {model['alpha']:.2f}, c = "
+        f"{model['c']:.2f}, gamma = {model['gamma']:.3g}; E[N] = {model['expected_tokens']:.2f}, "
+        f"{length:.2f} measured; V_SD = {model['speedup']:.2f}, {speedup} measured; {best}."
     )
 
 

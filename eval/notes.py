@@ -10,6 +10,7 @@ from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
     DRAFTER,
     GROUP_COLUMNS,
+    TURN_COLUMNS,
     Column,
     format_interval,
     format_number,
@@ -19,7 +20,7 @@ from spectrain.eval.columns import (
 from spectrain.eval.context import format_length
 from spectrain.eval.draft_model import describe_draft_model
 from spectrain.eval.fixed_trees import START, UNTRAINED
-from spectrain.eval.headline import count_prompts, format_gain
+from spectrain.eval.headline import count_prompts, format_gain, list_throughput_models
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
@@ -104,24 +105,41 @@ def describe_disparity(entry: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def describe_throughput_model(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Say what the surveys' model makes of a chain, in its symbols, beside what was measured."""
-    model = entry.get("throughput_model")
-    if model is None:
-        return
-    measured = entry["acceptance_length"]["pooled"]
-    ratio = entry["speedup"]["ratio"]
-    best = (
-        f"gamma = {model['best_gamma']} would be best, V_SD = {model['best_speedup']:.2f}"
-        if model["best_gamma"]
-        else "no length gains"
+def is_disparity_certain(entry: Mapping[str, Any]) -> bool:
+    """Tell whether the worst category surely has fewer tokens per forward than the best one."""
+    ends = (entry.get("disparity") or {}).get("ci95")
+    return ends is not None and bool(ends[1] < 1)
+
+
+def list_findings(summary: Summary) -> Iterator[str]:
+    """Say what was asked for and found: turns of conversations that differ, categories that surely
+    do, how good a draft model is by itself, what drafting changed in the text, and whether the
+    distribution of drawn answers is the target's.
+    """
+    for subject, columns in GROUP_COLUMNS:
+        if columns is TURN_COLUMNS:
+            yield from _describe_groups(subject, columns, summary)
+    if is_disparity_certain(summary):
+        yield from describe_disparity(summary)
+    if draft_model := summary.get("draft_model"):
+        yield describe_draft_model(draft_model)
+    yield from _describe_quality(summary)
+    # A different distribution is a warning.
+    if is_accepted(summary["lossless"]):
+        yield from describe_distribution(summary["lossless"])
+
+
+def is_accepted(lossless: Summary | None) -> bool:
+    """Tell whether nothing was found that makes the output another than the target's."""
+    return (
+        lossless is not None and lossless["lossless"] is not False and not lossless["differences"]
     )
-    yield (
-        f"{entry['label']} in the surveys' symbols: alpha = {model['alpha']:.2f}, c = "
-        f"{model['c']:.2f}, gamma = {model['gamma']:.3g}; E[N] = {model['expected_tokens']:.2f} by "
-        f"the model and {measured:.2f} measured, V_SD = {model['speedup']:.2f} and {ratio:.2f}; "
-        f"{best}."
-    )
+
+
+def _describe_groups(subject: str, columns: Sequence[Column], summary: Summary) -> Iterator[str]:
+    """Say how many tokens per forward the drafter has in each group of rounds that occurs."""
+    if groups := list_groups(columns, [summary]):
+        yield f"Tokens per forward of the drafter by {subject}: {list_lengths(groups, summary)}."
 
 
 def explain_numbers(summary: Summary) -> Iterator[str]:
@@ -132,9 +150,10 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     yield from describe_acceptance(summary)
     for entry in list_systems(summary).values():
         yield from describe_worst_category(entry)
-    yield from describe_disparity(summary)
-    for entry in list_systems(summary).values():
-        yield from describe_throughput_model(entry)
+    if not is_disparity_certain(summary):
+        yield from describe_disparity(summary)
+    # The headline has those of the first chain.
+    yield from list_throughput_models(summary)[1:]
     limits = summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = (
@@ -152,8 +171,6 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         f"{format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
-    if draft_model := summary.get("draft_model"):
-        yield describe_draft_model(draft_model)
     if summary.get("user_times"):
         yield describe_user_times(summary)
     yield from _describe_costs(summary)
@@ -162,10 +179,8 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
         lengths = ", ".join(map(format_length, context["lengths"]))
         yield f"Prompts of {lengths} tokens: {context['description']}, from {context['documents']}."
     for subject, columns in GROUP_COLUMNS:
-        if groups := list_groups(columns, [summary]):
-            yield (
-                f"Tokens per forward of the drafter by {subject}: {list_lengths(groups, summary)}."
-            )
+        if columns is not TURN_COLUMNS:
+            yield from _describe_groups(subject, columns, summary)
     if (forwards := limits.get("forwards_per_round", 1)) > 1:
         length = summary["acceptance_length"]["pooled"]
         yield (
@@ -304,7 +319,6 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     """Say what was decoded again, what changed the output or the drafter, and what was checked."""
     setting = summary["setting"]
     yield from describe_repeats(summary)
-    yield from _describe_quality(summary)
     yield from _describe_trained_target(summary)
     if sentence := describe_trained_length(
         setting.get("training"), summary.get("by_text_position", {})
@@ -326,10 +340,8 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
     lossless = summary["lossless"]
-    if lossless is not None and lossless["lossless"] is not False and not lossless["differences"]:
-        if lossless["identical"] is not None:
-            yield describe_identity(lossless)
-        yield from describe_distribution(lossless)
+    if is_accepted(lossless) and lossless["identical"] is not None:
+        yield describe_identity(lossless)
 
 
 def _describe_plain_rounds(summary: Summary) -> Iterator[str]:

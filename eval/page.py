@@ -44,7 +44,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.figures import COLORS, DARK_COLORS, make_color_style
 from spectrain.eval.headline import describe_headline
-from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
+from spectrain.eval.notes import explain_numbers, list_caveats, list_findings, list_warnings
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import iterate_lines, require_regular_file, write_text
 
@@ -166,7 +166,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "learning": learning_curve(held_out, id),
         "learned": describe_learning(held_out),
         "caveats": [*list_warnings(summary), *list_caveats(summary)] if summary else [],
-        "notes": [*explain_numbers(summary)] if summary else [],
+        "notes": [*list_findings(summary), *explain_numbers(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),
         "training": training_curves(metrics, id) if metrics else [],

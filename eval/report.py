@@ -16,7 +16,7 @@ from spectrain.eval.columns import (
 )
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.headline import count_prompts, describe_headline
-from spectrain.eval.notes import explain_numbers, list_caveats, list_warnings
+from spectrain.eval.notes import explain_numbers, list_caveats, list_findings, list_warnings
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import shows_notes
 
@@ -31,8 +31,8 @@ def open_console() -> Console:
 
 
 def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = ()) -> None:
-    """Print the headline, all systems, what extensions add, and the warnings; with --notes also
-    the sentences that explain the numbers.
+    """Print the headline, all systems, what extensions add, findings and warnings; with --notes
+    also the sentences that explain the numbers.
     """
     console = open_console()
     first, *others = describe_headline(summary) or [""]
@@ -43,7 +43,7 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
     console.print(system_table(summary, console.width))
     for extension in extensions:
         extension.print_results(console, summary)
-    for sentence in list_warnings(summary):
+    for sentence in (*list_findings(summary), *list_warnings(summary)):
         console.print(sentence, markup=False)
     if shows_notes():
         for sentence in (*explain_numbers(summary), *list_caveats(summary)):

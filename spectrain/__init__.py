@@ -53,7 +53,7 @@ _LAZY_EXPORTS = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("spectrain.cli.help").package_version()
+        return import_module("spectrain.output.version").read_version()
     if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module 'spectrain' has no attribute {name!r}")
     module, there = _LAZY_EXPORTS[name]

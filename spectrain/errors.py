@@ -3,6 +3,7 @@ valid names.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
 from json import JSONDecodeError
 
@@ -40,6 +41,23 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def explain_missing_module(error: BaseException | None) -> str | None:
+    """Return one sentence for an error that a Python module of another project is missing, which
+    may be the cause of this one; None for any other error.
+    """
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            module = error.name.partition(".")[0]
+            if module == "spectrain":
+                return None
+            return (
+                f"the Python module {module} is missing in {sys.prefix}; install spectrain again "
+                "there with all that it requires"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def describe_json_error(error: ValueError) -> str:

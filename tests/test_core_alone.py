@@ -54,7 +54,13 @@ for words in WORDS:
             run_command(words)
         except SystemExit as stopped:
             answers.append([stopped.code, err.getvalue()])
-print(json.dumps({"groups": sorted(read_entry_points()), "built": built, "answers": answers}))
+try:
+    from spectrain.integrations.trl import DrafterCallback
+except ImportError as error:
+    integration = str(error)
+groups = sorted(read_entry_points())
+report = {"groups": groups, "built": built, "answers": answers, "integration": integration}
+print(json.dumps(report))
 """
 MISSING = {
     "drafter=falcon": ["train", "drafter=falcon", "target=tiny"],
@@ -122,3 +128,10 @@ def test_what_is_missing_is_named_with_its_package(report: dict[str, Any]) -> No
         name = "serve" if shown in SERVE else "studies" if shown in STUDIES else "research"
         package = f"pip install spectrain-{name} (in a checkout: pip install packages/{name})"
         assert answer == [2, f"spectrain: {shown} is in spectrain-{name}: {package}\n"]
+
+
+def test_an_integration_without_its_package_is_one_sentence(report: dict[str, Any]) -> None:
+    assert report["integration"] == (
+        "spectrain.integrations.trl is in spectrain-serve: pip install spectrain-serve (in a "
+        "checkout: pip install packages/serve)"
+    )

@@ -28,6 +28,7 @@ ROOMS = (
     ("kernels", "copying"),
     ("output", "errors", "files", "randomness", "provenance"),
     ("config",),
+    ("integrations",),
     ("trees",),
     ("data",),
     ("models",),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from spectrain.export.targets import TargetFiles
-from spectrain_serve.integrations.trl import DrafterCallback
+from spectrain.integrations.trl import DrafterCallback
 
 COLOURS = ["red", "blue", "green", "black", "white", "grey", "brown", "pink"]
 THINGS = ["a bee", "tea", "the sea", "a tree", "rain", "bread", "a stone", "a boat"]

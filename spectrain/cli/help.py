@@ -376,13 +376,3 @@ def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
     if other and other[2] in recipe.get(other[1], {}):
         value = recipe[other[1]][other[2]]
     return format_literal(value)
-
-
-def package_version() -> str:
-    """Return the version of spectrain."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("spectrain")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"

@@ -22,7 +22,14 @@ from spectrain.config.commands import (
     set_settings_file,
 )
 from spectrain.config.missing import explain_missing
-from spectrain.errors import RunError, RunInterrupted, UserError, first_line, suggest_nearest
+from spectrain.errors import (
+    RunError,
+    RunInterrupted,
+    UserError,
+    explain_missing_module,
+    first_line,
+    suggest_nearest,
+)
 from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
 from spectrain.output.streams import clean_output
 from spectrain.output.verbosity import (
@@ -33,6 +40,7 @@ from spectrain.output.verbosity import (
     read_level,
     result_output,
 )
+from spectrain.output.version import read_version
 
 from .help import (
     COMMANDS,
@@ -41,7 +49,6 @@ from .help import (
     describe_recipes,
     explain_command,
     format_overview,
-    package_version,
     split_help_topic,
 )
 from .overrides import check_drafters, check_words, to_settings, write_overrides
@@ -93,7 +100,7 @@ def dispatch_command(arguments: list[str]) -> None:
         print(format_overview())
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--version":
-        return print(f"spectrain {package_version()}")
+        return print(f"spectrain {read_version()}")
     if arguments[0] in HELP_WORDS:
         arguments = [*arguments[1:], "--help"]
     count = 2 if arguments[0] in ("data", "bench") or " ".join(arguments[:2]) in COMMANDS else 1
@@ -236,6 +243,8 @@ def with_exit_codes(task: Task) -> Task:
         except (UserError, RunError) as error:
             sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
         except Exception as error:
+            if missing := explain_missing_module(error):
+                sys.exit(print_failure(missing, 1))
             message = explain_hydra_error(error) or explain_path_error(error)
             if message is None:
                 raise

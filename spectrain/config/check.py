@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from spectrain.errors import UserError, suggest_nearest
+from spectrain.errors import RunError, UserError, explain_missing_module, suggest_nearest
 
 from .choices import (
     CommandSchema,
@@ -70,6 +70,8 @@ def check_config(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict
         composed = config if OmegaConf.is_config(config) else OmegaConf.create(dict(config))
         plain: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
+        if missing := explain_missing_module(error):
+            raise RunError(missing) from error
         where = str(error.full_key or "configuration")
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
     for group, node in plain.items():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spectrain.eval.columns import format_identical
-from spectrain.eval.notes import describe_identity
+from spectrain.eval.notes import describe_identity, explain_numbers, list_findings
 from spectrain.eval.report import WIDTH, print_answer, print_table, split_by_author
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import command_output
@@ -111,6 +111,23 @@ def test_a_score_prints_headline_table_and_warnings(capsys: pytest.CaptureFixtur
         noted.startswith(short) and "Drafts of the drafter accepted by depth" in noted[len(short) :]
     )
     assert len(short.splitlines()) <= 16
+
+
+def test_what_was_asked_for_is_printed_without_notes() -> None:
+    """A sentence for turns and surely worse categories, and none where there is one turn or the
+    interval holds 1.
+    """
+    turn = {"acceptance_length": 1.5, "ci95": [1.4, 1.6], "rounds": 9, "tokens": 13}
+    disparity = {"worst": "Chinese", "best": "English", "ratio": 0.8, "ci95": [0.7, 0.9]}
+    summary = make_summary() | {"by_turn": {"turn 1": turn}, "disparity": disparity}
+    (sentence,) = list_findings(summary)
+    assert sentence.startswith("Disparity of tokens per forward: Chinese has 0.80 of English")
+    assert sentence not in explain_numbers(summary)
+    summary["disparity"] = {**disparity, "ci95": [0.7, 1.1]}
+    assert any("Chinese" in note for note in explain_numbers(summary))
+    summary["by_turn"]["turn 2"] = turn
+    (sentence,) = list_findings(summary)
+    assert "turn 1 1.50 [1.40 to 1.60], turn 2 1.50" in sentence
 
 
 def test_the_table_fits_80_columns(

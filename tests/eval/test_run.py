@@ -25,7 +25,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.baselines import INSTALLED
-from spectrain.eval.notes import explain_numbers, list_caveats
+from spectrain.eval.notes import explain_numbers, list_findings
 from spectrain.eval.run import Evaluation, puts_chain_first
 from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
@@ -653,4 +653,4 @@ def test_the_distribution_of_a_users_target_is_checked(
             assert check["verdict"] == "same" and check["reference"] == reference
             assert check["texts"] >= 300 and check["drafted_rounds"] > 0
             assert entry["lossless"]["lossless"] is True and entry["lossless"]["checked"] > 0
-        assert "Distribution the same" in " ".join(" ".join(list_caveats(summary)).split())
+        assert "Distribution the same" in " ".join(" ".join(list_findings(summary)).split())

@@ -15,7 +15,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
-from spectrain.eval.notes import list_caveats, list_warnings
+from spectrain.eval.notes import list_caveats, list_findings, list_warnings
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import Evaluation
 from spectrain.eval.tasks import (
@@ -240,7 +240,7 @@ def test_quality_is_shown_for_lossy_rules_or_on_request(
         drift = summary["drift"]
         task = summary["task"]
         assert task["checked"] == drift["checked"] == 2
-        text = " ".join([*list_warnings(summary), *list_caveats(summary)])
+        text = " ".join([*list_findings(summary), *list_warnings(summary), *list_caveats(summary)])
         assert "Agreement with decoding without drafts" in text and "drafted answers right" in text
         if rule.lossless:
             assert (

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spectrain.decoding.generation import Generation
+from spectrain.eval.headline import describe_headline, list_throughput_models
 from spectrain.eval.metrics import Turn
 from spectrain.eval.throughput_model import (
     choose_length,
@@ -87,3 +88,23 @@ def test_untimed_or_undrafted_rounds_have_no_model() -> None:
     assert fit_throughput_model([Turn("a", 0, "all", plain, undrafted)]) is None
     untimed = make_generation([2, 2], 1, {"verify": 3.0})
     assert fit_throughput_model([Turn("a", 0, "all", plain, untimed)]) is None
+
+
+def test_the_headline_has_the_model_of_the_first_chain() -> None:
+    """It stands in the first lines beside what was measured; chains after it are for the notes."""
+    model = {"alpha": 0.5, "c": 0.25, "gamma": 3.0, "expected_tokens": 1.875, "speedup": 1.0714}
+    numbers = {
+        "acceptance_length": {"pooled": 1.9},
+        "speedup": {"ratio": 0.8},
+        "throughput_model": model | {"best_gamma": 1, "best_speedup": 1.2},
+        "setting": {"prompts": 4},
+    }
+    copies = {**numbers, "label": "n-gram", "throughput_model": {**model, "best_gamma": 0}}
+    summary = {**numbers, "label": "chain of 3", "compared": {"ngram": copies}}
+    first, second = list_throughput_models(summary)
+    assert describe_headline({**summary, "server": "vllm"})[-1] == first
+    assert first == (
+        "In the surveys' symbols, chain of 3: alpha = 0.50, c = 0.25, gamma = 3; E[N] = 1.88, 1.90 "
+        "measured; V_SD = 1.07, 0.80 measured; best gamma = 1, V_SD = 1.20."
+    )
+    assert "n-gram" in second and second.endswith("no gamma gains.")

@@ -1,5 +1,7 @@
 """A drafter that learns inside TRL's training by reinforcement learning (`GRPOTrainer`).
 
+    from spectrain.integrations.trl import DrafterCallback
+
     learner = DrafterCallback(run="runs/eagle3-tiny", folder="runs/drafter-in-rl")
     trainer = GRPOTrainer(..., rollout_func=learner.generate_rollouts, callbacks=[learner])
 

@@ -4,6 +4,7 @@ was, and only a proven candidate drafts.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from pathlib import Path
@@ -402,3 +403,10 @@ def test_the_training_of_trl_is_the_same_with_and_without_learning(
     assert all(torch.equal(weights[name], value) for name, value in other_weights.items())
     assert callback is not None and callback.learner.num_promoted >= 1
     assert not [line for line in read_ledger(callback) if line["event"] == "failed"]
+
+
+def test_the_callback_is_imported_from_the_core() -> None:
+    """Users import it by a path without the package's name; other names are no part of it."""
+    assert importlib.import_module("spectrain.integrations.trl").DrafterCallback is DrafterCallback
+    with pytest.raises(ImportError, match="DrafterCallbck"):
+        exec("from spectrain.integrations.trl import DrafterCallbck")
