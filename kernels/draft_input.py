@@ -187,13 +187,13 @@ def _node_input_kernel(  # type: ignore[no-untyped-def]
     tl.store(positions_ptr + row, tl.load(lengths_ptr + batch) - 1 + depth)
     word = tl.arange(0, BLOCK_W)
     is_word = word < num_row_words
-    seen = tl.load(words_ptr + (first + parent) * num_row_words + word, mask=is_word, other=0)
-    seen = tl.where(is_node, seen, 0)
+    visible = tl.load(words_ptr + (first + parent) * num_row_words + word, mask=is_word, other=0)
+    visible = tl.where(is_node, visible, 0)
     own = num_rows - 1 + node
     bit = tl.full([BLOCK_W], 1, tl.int64) << (own % 64)
-    seen = seen | tl.where(word == own // 64, bit, 0)
-    tl.store(words_ptr + new * num_row_words + word, seen, mask=is_word)
-    tl.store(visible_ptr + row * num_words + word, seen, mask=word < num_words)
+    visible = visible | tl.where(word == own // 64, bit, 0)
+    tl.store(words_ptr + new * num_row_words + word, visible, mask=is_word)
+    tl.store(visible_ptr + row * num_words + word, visible, mask=word < num_words)
     _write_row(
         tl.load(tokens_ptr + row),
         states_ptr + (first + parent) * WIDTH,
@@ -242,8 +242,8 @@ def _accepted_input_kernel(  # type: ignore[no-untyped-def]
     word = tl.arange(0, BLOCK_W)
     # All bits of earlier words, and of the own word those up to the own one.
     up_to = tl.full([BLOCK_W], -1, tl.int64) ^ (tl.full([BLOCK_W], -2, tl.int64) << (step % 64))
-    seen = tl.where(word < step // 64, -1, tl.where(word == step // 64, up_to, 0))
-    tl.store(visible_ptr + row * num_words + word, seen, mask=word < num_words)
+    visible = tl.where(word < step // 64, -1, tl.where(word == step // 64, up_to, 0))
+    tl.store(visible_ptr + row * num_words + word, visible, mask=word < num_words)
     _write_row(
         tl.load(text_ptr + batch * text_stride_b + following),
         states_ptr + row * WIDTH,

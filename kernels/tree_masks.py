@@ -60,14 +60,14 @@ def _ancestors_kernel(  # type: ignore[no-untyped-def]
     parents_ptr += batch * num_nodes
     row = batch * num_nodes + node
     index = tl.arange(0, BLOCK)
-    seen = index == node
+    visible = index == node
     depth = 0
     above = tl.load(parents_ptr + node)
     while above >= 0:
-        seen = seen | (index == above)
+        visible = visible | (index == above)
         depth += 1
         above = tl.load(parents_ptr + above)
-    tl.store(mask_ptr + row * num_nodes + index, seen, mask=index < num_nodes)
+    tl.store(mask_ptr + row * num_nodes + index, visible, mask=index < num_nodes)
     tl.store(depths_ptr + row, depth)
 
 
@@ -139,8 +139,8 @@ def find_ancestors(parents: Tensor, longest_path: int) -> tuple[Tensor, Tensor]:
     """Do what `find_ancestors_reference` does, in one launch where the kernel runs."""
     if not can_find_ancestors(parents):
         return find_ancestors_reference(parents, longest_path)
-    found: tuple[Tensor, Tensor] = _launch_ancestors(parents.contiguous())
-    return found
+    masks: tuple[Tensor, Tensor] = _launch_ancestors(parents.contiguous())
+    return masks
 
 
 def pack_words(mask: Tensor) -> Tensor:

@@ -88,23 +88,23 @@ def _frontier_kernel(  # type: ignore[no-untyped-def]
 ):
     """Pick the best nodes of one tree's level; grid [B]."""
     batch = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    inside = place < num_nodes - level_start
-    score_ptrs = scores_ptr + batch * num_nodes + level_start + place
+    index = tl.arange(0, BLOCK)
+    inside = index < num_nodes - level_start
+    score_ptrs = scores_ptr + batch * num_nodes + level_start + index
     score = tl.load(score_ptrs, mask=inside, other=0.0)
-    # A key orders by score, then by lowest place.
-    key = (float_order(score, 0).to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+    # A key orders by score, then by lowest index.
+    key = (float_order(score, 0).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
     nothing = -0x7FFFFFFFFFFFFFFF
     key = tl.where(inside, key, nothing)
     for pick in tl.static_range(COUNT):
         best = tl.max(key, 0)
         key = tl.where(key == best, nothing, key)
-        kept = 0x7FFFFFFF - (best & 0xFFFFFFFF)
-        node = level_start + kept
+        chosen = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        node = level_start + chosen
         slot = batch * COUNT + pick
         tl.store(nodes_ptr + slot, node)
         tl.store(new_tokens_ptr + slot, tl.load(tokens_ptr + batch * num_nodes + node))
-        tl.store(new_parents_ptr + slot, first_parent + kept // num_children)
+        tl.store(new_parents_ptr + slot, first_parent + chosen // num_children)
 
 
 @jit

@@ -71,7 +71,7 @@ def test_inputs_of_nodes(
     rows = make_rows(batch, capacity, width, dtype)
     other_rows = DraftedRows(*(part.clone() for part in rows))
     lengths = torch.randint(1, 50, (batch,))
-    seen = torch.zeros(batch, capacity, capacity, dtype=torch.bool)
+    visible = torch.zeros(batch, capacity, capacity, dtype=torch.bool)
     count = 1
     for size in levels:
         tokens = torch.randint(0, 30, (batch, size))
@@ -82,10 +82,10 @@ def test_inputs_of_nodes(
         assert_equal(result, other)
         for row in range(batch):
             for node, parent in enumerate(parents[row].tolist()):
-                seen[row, count + node] = seen[row, parent]
-                seen[row, count + node, count + node] = True
+                visible[row, count + node] = visible[row, parent]
+                visible[row, count + node, count + node] = True
         new = slice(count, count + size)
-        masks = seen[:, new, 1 : count + size]
+        masks = visible[:, new, 1 : count + size]
         assert torch.equal(result.words, tree_masks.pack_words_reference(masks))
         states = torch.randn(batch, size, width).to(dtype)
         rows.states[:, new] = states

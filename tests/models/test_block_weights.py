@@ -292,7 +292,7 @@ def test_a_drafter_is_rounded_to_four_bits(drafting: tuple[Target, Causal]) -> N
 
 
 @pytest.mark.parametrize(
-    ("stored", "width", "kept"),
+    ("stored", "width", "expected"),
     [
         (Type.Q8_0, 64, Type.Q4_0),
         (Type.Q6_K, 256, Type.Q4_0),
@@ -302,9 +302,9 @@ def test_a_drafter_is_rounded_to_four_bits(drafting: tuple[Target, Causal]) -> N
     ],
     ids=str,
 )
-def test_only_larger_blocks_are_rounded(stored: Any, width: int, kept: Any) -> None:
+def test_only_larger_blocks_are_rounded(stored: Any, width: int, expected: Any) -> None:
     tensor = StoredTensor("blk.0.ffn_up.weight", (16, width), stored, 0, 0)
-    assert choose_type(tensor, Type.Q4_0) == kept
+    assert choose_type(tensor, Type.Q4_0) == expected
     assert choose_type(tensor, None) == stored
 
 

@@ -38,7 +38,7 @@ MAX_WIDTH = 16384
 
 def can_step(drafter: Any, cache: TreeCache) -> bool:
     """Tell whether the kernels compute a drafter's layers over a cache."""
-    embedding = _embedding(drafter)
+    embedding = _find_embedding(drafter)
     weight = drafter.fc.weight
     # The interpreter computes bfloat16 wrongly.
     is_wrong = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
@@ -57,7 +57,7 @@ def can_step(drafter: Any, cache: TreeCache) -> bool:
     )
 
 
-def _embedding(drafter: Any) -> Tensor | None:
+def _find_embedding(drafter: Any) -> Tensor | None:
     """Return the embedding [V, D] of tokens; None where it is not a plain look-up."""
     module = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
     is_plain = type(module) is nn.Embedding and "forward" not in vars(module)
@@ -69,7 +69,7 @@ class KernelSteps:
 
     def __init__(self, drafter: Any, cache: TreeCache) -> None:
         self.drafter, self.cache = drafter, cache
-        embedding = _embedding(drafter)
+        embedding = _find_embedding(drafter)
         eps = drafter.hidden_norm.eps
         assert embedding is not None and eps is not None
         self.eps = eps
