@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 
 def read_requirements() -> list[Requirement]:
-    """Return the dependencies of the packages that are installed."""
+    """Return the dependencies of the packages that are installed, without these themselves."""
     requirements = []
     for folder in (ROOT, *PACKAGES):
         text = (folder / "pyproject.toml").read_text()
@@ -62,7 +62,7 @@ def read_requirements() -> list[Requirement]:
         for block in re.findall(pattern, text, re.MULTILINE | re.DOTALL):
             lines = re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
             requirements += [Requirement(line) for line in lines]
-    return [requirement for requirement in requirements if requirement.name != "spectrain"]
+    return [each for each in requirements if not each.name.startswith("spectrain")]
 
 
 def read_pins() -> dict[str, str]:

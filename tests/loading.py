@@ -8,6 +8,8 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
+import torch
+
 from spectrain.models.target import Target
 
 # what changes how it is loaded, or from what; such a load stays a load
@@ -30,8 +32,10 @@ def load_once(load: Callable[..., Target]) -> Callable[..., Target]:
         if not is_plain:
             return load(*args, **kwargs)
         key = str(settings.get("dtype", "auto")), str(settings.get("device", "auto"))
-        if key not in loaded:
-            loaded[key] = load(*args, **kwargs)
-        return copy.deepcopy(loaded[key])
+        # What is made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            if key not in loaded:
+                loaded[key] = load(*args, **kwargs)
+            return copy.deepcopy(loaded[key])
 
     return load_or_copy

@@ -52,6 +52,7 @@ class ScriptedAcceptance(Greedy):
 
     name = "scripted"
     lossless = False
+    is_random = True  # so that it is given positions
 
     def __init__(self, slots: int, device: torch.device) -> None:
         # tokens of a round, by committed length

@@ -371,6 +371,8 @@ class Recording(Greedy):
     chosen.
     """
 
+    is_random = True  # so that it is given positions
+
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int], int] = {}
 

@@ -20,20 +20,20 @@ What nobody writes to takes no memory.
 """
 
 _lock = Lock()
-_unused: list[Tensor] = []
+_unused: list[np.ndarray] = []
 """The end of the array that was shared last."""
 
 
 def allocate_lines(num_bytes: int) -> Tensor:
     """Return so many bytes without values, which begin at a line of the cache."""
     if num_bytes > SHARED_BYTES // 2:
-        return _allocate_array(num_bytes)
+        return _to_tensor(_allocate_array(num_bytes))
     with _lock:
         if not _unused or len(_unused[0]) < num_bytes:
             _unused[:] = [_allocate_array(SHARED_BYTES)]
         array = _unused[0]
         _unused[0] = array[-(-num_bytes // LINE) * LINE :]
-    return array[:num_bytes]
+    return _to_tensor(array[:num_bytes])
 
 
 def copy_to_lines(tensor: Tensor) -> Tensor:
@@ -42,7 +42,13 @@ def copy_to_lines(tensor: Tensor) -> Tensor:
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _allocate_array(num_bytes: int) -> Tensor:
+def _allocate_array(num_bytes: int) -> np.ndarray:
     memory = np.empty(num_bytes + LINE, dtype=np.uint8)
     start = -memory.ctypes.data % LINE
-    return torch.from_numpy(memory[start : start + num_bytes])
+    return memory[start : start + num_bytes]
+
+
+def _to_tensor(array: np.ndarray) -> Tensor:
+    # Weights that are packed while a text is decoded are written to later, too.
+    with torch.inference_mode(False):
+        return torch.from_numpy(array)

@@ -28,7 +28,7 @@ from torch import Tensor
 from spectrain.kernels.onednn import onednn_linear
 
 from .available import has_panel_kernels
-from .huge_pages import LINE, copy_to_lines
+from .huge_pages import LINE
 from .team import MAX_MEMBERS, current_team, job_numbers, run_job
 from .vectors import (
     WIDE,
@@ -316,7 +316,7 @@ class WeightPanels:
         self.words = width // per_word
         self.chunk = (chunk or width) // per_word
         blocks = weight.view(outputs // COLUMNS, 2, COLUMNS // 2, self.words, per_word)
-        self.panels = copy_to_lines(blocks.permute(0, 3, 1, 2, 4))
+        self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
         self.sums = working_sums()
         if not self.serve_many_rows:
             WeightPanels.stored_bytes += self.panels.nbytes
