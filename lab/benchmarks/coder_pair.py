@@ -56,7 +56,7 @@ from spectrain.output.console import make_console
 from spectrain.runs.drafters import load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.commands import to_options
-from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees import Chain, TreeBuilder
 from spectrain_serve.engines.llamacpp import find_program
 from spectrain_serve.engines.llamacpp_command import model_options
 
@@ -291,10 +291,11 @@ def list_decoders(
         Decoder("plain"),
         Decoder("EAGLE-3, chain of 2", eagle, Chain(2)),
         Decoder("EAGLE-3, chain of 3", eagle, Chain(3)),
-        Decoder("EAGLE-3, 7 nodes", eagle, Eagle2(depth=4, budget=7)),
         Decoder("EAGLE-3 + copies", both, Chain(3)),
         Decoder("0.5B, chain of 3", small, Chain(3)),
         Decoder("0.5B, chain of 4", small, Chain(4)),
+        # Ends where the product of its probabilities falls below.
+        Decoder("0.5B, up to 6", small, Chain(6, stop=0.6)),
         Decoder("copies", copies, Chain(4)),
     ]
 

@@ -61,6 +61,13 @@ class SelectedPrompts(NamedTuple):
     answer_tokens: int
 
 
+def find_prompt(example: Example) -> list[int]:
+    """Return the tokens that the target continues: those before the first supervised one, and the
+    first half of a piece of a long text, which has none.
+    """
+    return example.prompt or example.tokens[: len(example.tokens) // 2]
+
+
 def select_prompts(
     examples: list[Example], max_length: int, sources: Sequence[str] = ()
 ) -> SelectedPrompts:
@@ -70,10 +77,11 @@ def select_prompts(
     Without sources all prompts have the same name.
     """
     names = sources or [""] * len(examples)
+    prompts = [find_prompt(example) for example in examples]
     fitting = [
-        (ex.prompt, name)
-        for ex, name in zip(examples, names)
-        if len(ex.prompt) + ANSWER_TOKENS <= max_length
+        (prompt, name)
+        for prompt, name in zip(prompts, names)
+        if prompt and len(prompt) + ANSWER_TOKENS <= max_length
     ]
     chosen = fitting[:MAX_CONVERSATIONS]
     longest = max((len(prompt) for prompt, _ in chosen), default=0)

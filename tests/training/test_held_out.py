@@ -33,6 +33,7 @@ from spectrain.training.validation import (
     DRAFT_DEPTH,
     measure_acceptance,
     record_held_out,
+    select_prompts,
 )
 from spectrain.training.validation_schedule import (
     MAX_VALIDATIONS,
@@ -307,6 +308,14 @@ def test_influences_follow_the_derivatives_of_the_forecast() -> None:
         for (total, deeper), (count, places) in zip(sums.tolist(), counts.tolist())
     ]
     assert held_out.forecast_influences(sums, counts) == pytest.approx(expected)
+
+
+def test_a_piece_of_a_long_text_is_continued_from_its_middle() -> None:
+    document = Example([1, 2, 3, 4], [False, True, True, True])
+    piece = Example([5, 6, 7, 8, 9], [True] * 5)
+    token = Example([5], [True])
+    selected = select_prompts([document, piece, token], max_length=512)
+    assert selected.prompts == [[1], [5, 6]]
 
 
 def test_validations_take_a_twentieth_of_the_time() -> None:
