@@ -235,7 +235,7 @@ def continue_training(trained: str, code: CodeFolder, minutes: float, folder: Pa
     """
     data = folder / "code.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.others))
-    run = folder / "run"
+    run = name_run()
     words = [
         "recipe=eagle3",
         f"target={TARGET}",
@@ -252,6 +252,14 @@ def continue_training(trained: str, code: CodeFolder, minutes: float, folder: Pa
     ]
     subprocess.run([sys.executable, "-m", "spectrain", "train", *words], check=True)
     return run / "drafter"
+
+
+def name_run() -> Path:
+    """Return a new run folder, so that the drafter stays."""
+    number = 1
+    while Path(f"runs/own-code-{number}").exists():
+        number += 1
+    return Path(f"runs/own-code-{number}")
 
 
 def store_texts(target: Target, texts: list[str], folder: Path) -> Datastore:
