@@ -244,7 +244,7 @@ def load_gguf_network(gguf: Path, key: str, dtype: torch.dtype) -> Any:
 
 
 def load_block_network(
-    gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool, rounded: Any | None = None
+    gguf: Path, group: str, dtype: torch.dtype, in_bytes: bool, rounded: str | None = None
 ) -> Any:
     """Return the causal LM of a GGUF file whose large weights stay in their blocks in memory; the
     others have a type. With `in_bytes` the inputs of products are rounded to 8 bits, and with

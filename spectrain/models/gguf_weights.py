@@ -210,15 +210,16 @@ def load_block_weights(
     dtype: torch.dtype,
     in_bytes: bool,
     key: str,
-    rounded: Any | None = None,
+    rounded: str | None = None,
 ) -> None:
     """Give an empty network the weights of a file: those that an installed package multiplies as
     they are stay in their blocks, and the others have a type. With `in_bytes` the inputs of
     products are rounded to 8 bits.
 
-    With `rounded`, a type of blocks of the gguf package, weights that take more bits than this type
-    are rounded to it; the embedding is not.
+    With `rounded`, the name of a type of the gguf package, weights that take more bits than this
+    type are rounded to it; the embedding is not.
     """
+    rounded_type = None if rounded is None else gguf.GGMLQuantizationType[rounded]
     stored = match_tensors(header, network, key)
     processor = find_processor(header, network)
     looked_up = find_embedding(network)
@@ -236,7 +237,7 @@ def load_block_weights(
             if name == looked_up:
                 store: BlockStore = MappedRows.open(header.path, tensor)
             else:
-                kind = choose_type(tensor, rounded)
+                kind = choose_type(tensor, rounded_type)
                 store = read_blocks(file.fileno(), tensor, processor, in_bytes, kind)
             return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
 

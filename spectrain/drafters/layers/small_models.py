@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -36,8 +35,8 @@ MAX_SIZE_RATIO = 2
 MAX_EXTRA_PARAMETERS = 50_000_000
 Blocks = Literal["gguf", "q4_0"]
 """The blocks in which weights of a GGUF file stay: its own, or those of 4 bits."""
-ROUNDED_TYPES = {"gguf": None, "q4_0": GGMLQuantizationType.Q4_0}
-"""The types to which weights of more bits are rounded."""
+ROUNDED_TYPES = {"gguf": None, "q4_0": "Q4_0"}
+"""The types of the gguf package to which weights of more bits are rounded."""
 
 
 def own_model(drafter: SmallModelDrafter) -> Target:
