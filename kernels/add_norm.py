@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import jit, runs_on, tl, triton
-from .draft_input import rms_norm_reference, row_warps
+from .rms_norm import count_row_warps, norm_row, rms_norm_reference
 
 
 def add_norm_reference(
@@ -72,9 +72,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     other = tl.load(residual_ptr + source * WIDTH + dims, mask=inside, other=0.0).to(tl.float32)
     # The sum is rounded as it is stored, before the norm reads it.
     total = (x + other).to(normed_ptr.dtype.element_ty)
-    wide = total.to(tl.float32)
-    weight = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps) * weight
+    normed = norm_row(total.to(tl.float32), weight_ptr, eps, WIDTH, BLOCK)
     normed = normed.to(normed_ptr.dtype.element_ty)
     stored = normed if STORES_NORMED else total
     tl.store(total_ptr + batch * total_stride_b + node * WIDTH + dims, stored, mask=inside)
@@ -109,7 +107,7 @@ def _run_kernel(
             STORES_NORMED=stores_normed,
             WIDTH=width,
             BLOCK=block,
-            num_warps=row_warps(block),
+            num_warps=count_row_warps(block),
         )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import jit, runs_on, tl, triton
-from .tree_masks import pack_words
+from .rms_norm import count_row_warps, norm_row, rms_norm_reference
+from .tree_masks import count_words, pack_words
 
 
 class DraftedRows(NamedTuple):
@@ -46,13 +47,6 @@ class DraftInput(NamedTuple):
     residual: Tensor
     positions: Tensor
     words: Tensor
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight in the type of x, computed in float32."""
-    wide = x.float()
-    scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * scale * weight.float()).to(x.dtype)
 
 
 def _join_reference(tokens: Tensor, states: Tensor, layers: InputLayers) -> tuple[Tensor, Tensor]:
@@ -88,7 +82,7 @@ def node_input_reference(
     rows.depths[:, new] = depths
     states = rows.states.gather(1, index.expand(-1, -1, rows.states.shape[2]))
     x, residual = _join_reference(tokens, states, layers)
-    num_words = -(-(num_rows - 1 + tokens.shape[1]) // 64)
+    num_words = count_words(num_rows - 1 + tokens.shape[1])
     positions = lengths[:, None] - 1 + depths
     return DraftInput(x, residual, positions, words[..., :num_words].contiguous())
 
@@ -134,18 +128,16 @@ def _write_row(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK)
     inside = dims < WIDTH
     raw = tl.load(state_ptr + dims, mask=inside, other=0.0)
-    state = raw.to(tl.float32)
-    weight = tl.load(state_norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-    normed = state * tl.rsqrt(tl.sum(state * state, 0) / WIDTH + eps) * weight
-    normed = normed.to(x_ptr.dtype.element_ty)
+    normed = norm_row(raw.to(tl.float32), state_norm_ptr, eps, WIDTH, BLOCK).to(
+        x_ptr.dtype.element_ty
+    )
     tl.store(x_ptr + WIDTH + dims, normed, mask=inside)
     tl.store(residual_ptr + dims, normed if NORMED_RESIDUAL else raw, mask=inside)
     embedded = tl.load(embedding_ptr + token * WIDTH + dims, mask=inside, other=0.0)
     # rounded as a drafter's module reads it
     embedded = embedded.to(x_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(token_norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-    normed = embedded * tl.rsqrt(tl.sum(embedded * embedded, 0) / WIDTH + eps) * weight
-    tl.store(x_ptr + dims, normed.to(x_ptr.dtype.element_ty), mask=inside)
+    normed = norm_row(embedded, token_norm_ptr, eps, WIDTH, BLOCK).to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + dims, normed, mask=inside)
 
 
 @jit
@@ -259,12 +251,6 @@ def _accepted_input_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def row_warps(block: int) -> int:
-    """Return the warps of a program that holds rows of so many numbers: 16 numbers a thread, from 4
-    to 16 warps."""
-    return min(16, max(4, block // 512))
-
-
 def _empty_inputs(like: Tensor, batch: int, count: int, num_words: int) -> tuple[Tensor, ...]:
     width = like.shape[-1]
     integers = torch.int64
@@ -293,7 +279,7 @@ def _launch_node_input(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel."""
     batch, count = tokens.shape
-    num_words = -(-(num_rows - 1 + count) // 64)
+    num_words = count_words(num_rows - 1 + count)
     outputs = _empty_inputs(states, batch, count, num_words)
     width = states.shape[-1]
     block = triton.next_power_of_2(width)
@@ -318,7 +304,7 @@ def _launch_node_input(
             WIDTH=width,
             BLOCK=block,
             BLOCK_W=triton.next_power_of_2(words.shape[2]),
-            num_warps=row_warps(block),
+            num_warps=count_row_warps(block),
         )
     return outputs  # type: ignore[return-value]
 
@@ -326,7 +312,7 @@ def _launch_node_input(
 @_launch_node_input.register_fake
 def _(tokens: Tensor, *args: Any) -> tuple[Tensor, ...]:
     states, num_rows = args[2], args[5]
-    num_words = -(-(num_rows - 1 + tokens.shape[1]) // 64)
+    num_words = count_words(num_rows - 1 + tokens.shape[1])
     batch, count = tokens.shape
     return _empty_inputs(states, batch, count, num_words)
 
@@ -346,7 +332,7 @@ def _launch_accepted_input(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel."""
     batch, count, width = states.shape
-    outputs = _empty_inputs(states, batch, count, -(-count // 64))
+    outputs = _empty_inputs(states, batch, count, count_words(count))
     num_words = outputs[3].shape[2]
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(states):
@@ -368,7 +354,7 @@ def _launch_accepted_input(
             WIDTH=width,
             BLOCK=block,
             BLOCK_W=triton.next_power_of_2(num_words),
-            num_warps=row_warps(block),
+            num_warps=count_row_warps(block),
         )
     return outputs  # type: ignore[return-value]
 
@@ -377,7 +363,7 @@ def _launch_accepted_input(
 def _(*args: Any) -> tuple[Tensor, ...]:
     states = args[4]
     batch, count, _ = states.shape
-    return _empty_inputs(states, batch, count, -(-count // 64))
+    return _empty_inputs(states, batch, count, count_words(count))
 
 
 def node_input(

@@ -7,14 +7,14 @@ in torch comes first; it is also the path on a CPU. In the kernel a program owns
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dispatch import jit, run_on_cpu, runs_on, tl, triton
+from .dispatch import jit, runs_on, tl, triton
 from .round_log import round_log_reference
-from .token_commit import TextBatch, emit_tokens, token_commit_reference
+from .token_commit import TextBatch, commit_without_launch, emit_tokens, empty_emitted
 
 
 class Verdicts(NamedTuple):
@@ -49,12 +49,7 @@ def round_commit_reference(
     emitted tokens to their lengths, and fill the buffers. Returns the emitted tokens [B, P] and
     their number [B].
     """
-    emitted_parts: tuple[Tensor, Tensor] | None = run_on_cpu(
-        "commit_tokens", nodes, *verdicts, texts
-    )
-    if emitted_parts is None:
-        emitted_parts = token_commit_reference(nodes, *verdicts, texts)
-    emitted, counts = emitted_parts
+    emitted, counts = commit_without_launch(nodes, *verdicts, texts)
     texts.lengths.add_(counts)
     if buffers.path_tokens is not None and buffers.path_counts is not None:
         buffers.path_tokens.copy_(nodes.gather(1, verdicts.path))
@@ -169,7 +164,7 @@ def _launch_round_commit(
     (batch, num_steps), num_nodes = path.shape, nodes.shape[1]
     assert tokens.is_contiguous() and lines.is_contiguous()
     assert lines.shape[1:] == (batch, num_steps + 4)
-    emitted, emitted_counts = _empty_outputs(nodes, path, counts)
+    emitted, emitted_counts = empty_emitted(nodes, path, counts)
     with torch.cuda.device_of(tokens):
         _round_commit_kernel[(batch,)](
             nodes,
@@ -203,11 +198,7 @@ def _launch_round_commit(
     return emitted, emitted_counts
 
 
-@_launch_round_commit.register_fake
-def _empty_outputs(
-    nodes: Tensor, path: Tensor, counts: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    return path.new_empty(path.shape), counts.new_empty(counts.shape)
+_launch_round_commit.register_fake(empty_emitted)
 
 
 def round_commit(

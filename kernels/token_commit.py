@@ -144,6 +144,13 @@ def _emit_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+def empty_emitted(
+    nodes: Tensor, path: Tensor, counts: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """Allocate the emitted tokens [B, P] and their number [B]."""
+    return path.new_empty(path.shape), counts.new_empty(counts.shape)
+
+
 @torch.library.custom_op("spectrain::token_commit", mutates_args={"tokens", "active", "left"})
 def _launch_emit(
     nodes: Tensor,
@@ -159,7 +166,7 @@ def _launch_emit(
     """Launch the kernel."""
     (batch, num_steps), num_stops = path.shape, len(stops)
     assert tokens.is_contiguous() and active.is_contiguous() and left.is_contiguous()
-    emitted, emitted_counts = _empty_outputs(nodes, path, counts)
+    emitted, emitted_counts = empty_emitted(nodes, path, counts)
     with torch.cuda.device_of(tokens):
         _emit_kernel[(batch,)](
             nodes,
@@ -184,11 +191,21 @@ def _launch_emit(
     return emitted, emitted_counts
 
 
-@_launch_emit.register_fake
-def _empty_outputs(
-    nodes: Tensor, path: Tensor, counts: Tensor, *others: Any
+_launch_emit.register_fake(empty_emitted)
+
+
+def commit_without_launch(
+    nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch
 ) -> tuple[Tensor, Tensor]:
-    return path.new_empty(path.shape), counts.new_empty(counts.shape)
+    """Do what `token_commit_reference` does, by an installed package's kernel where it serves the
+    processor.
+    """
+    committed: tuple[Tensor, Tensor] | None = run_on_cpu(
+        "commit_tokens", nodes, path, counts, bonus, texts
+    )
+    if committed is not None:
+        return committed
+    return token_commit_reference(nodes, path, counts, bonus, texts)
 
 
 def token_commit(
@@ -198,12 +215,7 @@ def token_commit(
     where the kernel runs.
     """
     if not runs_on(texts.tokens.device):
-        committed: tuple[Tensor, Tensor] | None = run_on_cpu(
-            "commit_tokens", nodes, path, counts, bonus, texts
-        )
-        if committed is not None:
-            return committed
-        return token_commit_reference(nodes, path, counts, bonus, texts)
+        return commit_without_launch(nodes, path, counts, bonus, texts)
     outputs: tuple[Tensor, Tensor] = _launch_emit(
         *(x.contiguous() for x in (nodes, path, counts, bonus)), *texts
     )

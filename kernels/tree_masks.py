@@ -18,6 +18,11 @@ MAX_NODES = 1024
 """Nodes of a tree whose row of the mask fits a program."""
 
 
+def count_words(num_entries: int) -> int:
+    """Return the words that hold so many entries of a mask."""
+    return -(-num_entries // 64)
+
+
 def find_ancestors_reference(parents: Tensor, longest_path: int) -> tuple[Tensor, Tensor]:
     """Return of trees with `parents` [B, N], -1 at the root, and paths of at most `longest_path`
     nodes: the mask [B, N, N], True where node j is node i or one of its ancestors, and the depths
@@ -127,7 +132,7 @@ def _launch_pack(mask: Tensor) -> Tensor:
 
 @_launch_pack.register_fake
 def _empty_words(mask: Tensor) -> Tensor:
-    return mask.new_empty(*mask.shape[:2], -(-mask.shape[2] // 64), dtype=torch.int64)
+    return mask.new_empty(*mask.shape[:2], count_words(mask.shape[2]), dtype=torch.int64)
 
 
 def can_find_ancestors(parents: Tensor) -> bool:

@@ -25,6 +25,7 @@ from spectrain.kernels.draft_input import (
     node_input,
 )
 from spectrain.kernels.gated_unit import gated_unit
+from spectrain.kernels.tree_masks import count_words
 from spectrain.models.cached_attention import rotate_and_attend
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Rollout
@@ -104,7 +105,7 @@ class KernelSteps:
         written.
         """
         weight = self.drafter.fc.weight
-        words = -(-num_nodes // 64) or 1
+        words = max(1, count_words(num_nodes))
         count = 1 + num_nodes
         return DraftedRows(
             weight.new_empty(batch, count, weight.shape[0]),
