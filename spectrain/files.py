@@ -206,20 +206,23 @@ def require_regular_file(path: Path, remedy: str = COPY_AGAIN) -> None:
         raise UserError(f"{path}: this is no file; {remedy}")
 
 
-def open_in_place(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    """Open a file that is changed where it is, and return its handle.
+def refuse_link(path: Path | str) -> None:
+    """Raise a UserError for a link, because a folder that somebody else made may hold one that
+    leads to another file of this user.
+    """
+    if os.path.islink(path):
+        raise UserError(f"{path}: this is a link, and what it leads to is not changed; delete it")
 
-    A UserError is raised for a link, because a folder that somebody else made may hold one that
-    leads to another file of this user, and for a pipe or a device.
+
+def open_in_place(path: Path | str, flags: int, mode: int = 0o666) -> int:
+    """Open a file that is changed where it is, and return its handle. A UserError is raised for a
+    link, a pipe and a device.
     """
     try:
         # Opening a pipe would wait for somebody who reads it.
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        if os.path.islink(path):
-            raise UserError(
-                f"{path}: this is a link, and what it leads to is not changed; delete it"
-            ) from error
+        refuse_link(path)
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{path}: this is no file; delete it") from error
         raise

@@ -19,11 +19,9 @@ on a machine that does nothing else.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -31,8 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.data.chat import tokenize_question
-from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.decoding.loop import decode
@@ -46,16 +42,15 @@ from spectrain.output.console import make_console
 from spectrain.runs.drafters import load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.trees import Chain
-from spectrain.trees.token_tree import TokenTree
 
+from .block_steps import GOALS, OwnSteps, make_prefix
+from .coding_questions import read_questions
 from .command import run_benchmark
 
 MODEL = "qwen2.5-coder-1.5b"
 ROWS = (1, 2, 3, 4, 8, 16)
 PART_ROWS = (1, 3, 4, 8)
 """Rows whose parts are timed."""
-GOALS = {4: 1.15, 8: 1.35}
-PROMPTS = Path(__file__).with_name("coding_prompts.jsonl")
 FORWARD = "forward"
 
 
@@ -77,15 +72,13 @@ class Times:
         return 1e3 * median(self.seconds[key])
 
 
-class Forwards:
-    """Forwards of a target after a prefix, and their products by themselves."""
+class Forwards(OwnSteps):
+    """Forwards of a target after a prefix, and their products by themselves, by the clock of the
+    work.
+    """
 
     def __init__(self, target: Target, prefix: list[int]) -> None:
-        self.target = target
-        self.cache = target.new_cache(1, len(prefix) + max(ROWS))
-        tokens = torch.tensor([prefix])
-        with torch.inference_mode():
-            target.prefill(tokens, torch.tensor([len(prefix)]), self.cache, ())
+        super().__init__(target, prefix, max(ROWS), partial(measure_work, device=target.device))
         layers: list[Any] = list(target.layers)
         self.products = {
             "queries, keys, values": [layer.self_attn.q_proj for layer in layers],
@@ -96,21 +89,12 @@ class Forwards:
         }
 
     @torch.inference_mode()
-    def time_rows(self, rows: int) -> float:
-        """Return the seconds of a forward over a chain of new tokens."""
-        chain = TokenTree.from_chain(torch.randint(0, self.target.head.vocab_size, (1, rows)))
-        work = partial(self.target.verify, chain, self.cache)
-        seconds = measure_work(work, self.target.device)
-        self.cache.roll_back()
-        return seconds
-
-    @torch.inference_mode()
     def time_product(self, name: str, rows: int) -> float:
         """Return the seconds of the products of a name with all their weights."""
         every = [packed_weights(linear).find_panels() for linear in self.products[name]]
         panels = [weights for weights in every if weights is not None]
         x = torch.randn(1, rows, self.products[name][0].in_features).bfloat16()
-        return measure_work(lambda: [one.product(x) for one in panels], self.target.device)
+        return self.measure(lambda: [one.product(x) for one in panels])
 
 
 class BlockRounds:
@@ -140,11 +124,9 @@ class BlockRounds:
     def run(self) -> None:
         console = make_console()
         target = load_hf(MODEL, quantization=self.quantization)
-        target.pack_weights()
         drafter = load_for_decoding(require_drafter_directory("drafter", MODEL), target)
-        words = target.tokenizer.encode("def merge(left, right):\n    result = []\n" * 100)
-        forwards = Forwards(target, words[: self.prefix])
-        prompts = read_prompts(target)[: self.num_prompts]
+        forwards = Forwards(target, make_prefix(target, self.prefix))
+        prompts = read_questions(target, self.num_prompts)
         for threads in self.threads:
             torch.set_num_threads(threads)
             self.print_tables(forwards, drafter, prompts, console)
@@ -185,16 +167,6 @@ class BlockRounds:
         for prompt in prompts:
             answers += decode(target, [prompt], Greedy(), self.tokens, drafter, builder)
         return answers
-
-
-def read_prompts(target: Target) -> list[list[int]]:
-    """Return coding questions in tokens."""
-    return [
-        tokenize_question(
-            target.template, Conversation([{"role": "user", "content": json.loads(line)["prompt"]}])
-        )
-        for line in PROMPTS.read_text().splitlines()
-    ]
 
 
 def make_row_table(times: Times, title: str) -> Table:

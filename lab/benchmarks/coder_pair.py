@@ -33,9 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.data.chat import tokenize_question
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
-from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -60,12 +58,12 @@ from spectrain.trees import Chain, TreeBuilder
 from spectrain_serve.engines.llamacpp import find_program
 from spectrain_serve.engines.llamacpp_command import model_options
 
+from .coding_questions import QUESTIONS, read_questions
 from .command import run_benchmark
 from .llama_cpp import launch_pair
 
 TARGET = "qwen2.5-coder-1.5b"
 DRAFTER = "qwen2.5-coder-0.5b"
-PROMPTS = Path(__file__).with_name("coding_prompts.jsonl")
 CODE_SUFFIX = re.compile(
     r"\.(c|cc|cpp|cs|go|h|hpp|java|jl|js|kt|lua|php|pl|py|r|rb|rs|scala|sh|sql|swift|ts|tsx)"
 )
@@ -127,7 +125,7 @@ class CoderPair:
         # Run folder, drafter directory or name of the trained drafter.
         trained: str = TARGET,
         # Coding questions, rows of {"prompt": ..}.
-        questions: str = str(PROMPTS),
+        questions: str = str(QUESTIONS),
         threads: int | None = None,
         prompts: int = 8,
         tokens: int = 64,
@@ -179,7 +177,7 @@ class CoderPair:
                 f"{count_gigabytes(target, eagle, small):.2f} GB, "
                 f"{format_threads(torch.get_num_threads())}"
             )
-            prompts = self.read_questions(target)
+            prompts = read_questions(target, self.num_prompts, self.questions)
             store = None
             if code is not None:
                 store = store_texts(target, code.others, folder)
@@ -194,16 +192,6 @@ class CoderPair:
         console.print(describe_result(decoders), soft_wrap=True)
         if self.out is not None:
             Path(self.out).write_text(json.dumps(list_numbers(decoders), indent=2) + "\n")
-
-    def read_questions(self, target: Target) -> list[list[int]]:
-        """Return the coding questions in tokens."""
-        rows = [json.loads(line) for line in self.questions.read_text().splitlines()]
-        return [
-            tokenize_question(
-                target.template, Conversation([{"role": "user", "content": row["prompt"]}])
-            )
-            for row in rows[: self.num_prompts]
-        ]
 
 
 def read_code(folder: Path) -> list[str]:

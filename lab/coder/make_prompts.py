@@ -25,12 +25,13 @@ from pathlib import Path
 
 import yaml
 
+from lab.benchmarks.coding_questions import QUESTIONS
 from lab.benchmarks.command import run_benchmark
 from spectrain.data.images import content_text
 from spectrain.data.readers import ShareGptReader
 
 TASKS = Path(__file__).with_name("tasks.yaml")
-EVALUATION_PROMPTS = Path(__file__).parents[1] / "benchmarks" / "coding_prompts.jsonl"
+
 PACKAGES = (
     "click",
     "fsspec",
@@ -162,7 +163,7 @@ class MakePrompts:
         # Whether the turns of ShareGPT are read; its package must be installed.
         sharegpt: bool = True,
         # Evaluation prompts, JSON Lines with `prompt` or `turns`, that no prompt may repeat.
-        excluded: str = str(EVALUATION_PROMPTS),
+        excluded: str = str(QUESTIONS),
         count: int = 20_000,
         seed: int = 0,
     ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,34 +19,7 @@ from spectrain.data.inspect import (
 from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from tests.data.chat_templates import make_template
-
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "look_up", "arguments": {"word": "tide"}},
-}
-THINKING = [
-    {"role": "user", "content": "What is a tide?"},
-    {
-        "role": "assistant",
-        "reasoning_content": "I look it up.",
-        "content": "One moment.",
-        "tool_calls": [CALL],
-    },
-    {"role": "tool", "content": "The rise and fall of the sea.", "tool_call_id": "call00001"},
-    {
-        "role": "assistant",
-        "reasoning_content": "Now I know it.",
-        "content": "It is the rise and fall of the sea.",
-    },
-]
-
-
-def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return str(path)
+from tests.data.rows import THINKING, write_lines
 
 
 def test_inspection_colours_every_kind() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -21,14 +20,10 @@ from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader
 from spectrain.errors import UserError
 from tests.data.chat_templates import base_tokenizer, make_template
+from tests.data.rows import write_lines
 
 TEXTS = ["The sea is calm today.", "A ship leaves the harbour. " * 20]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
-
-
-def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_a_document_carries_loss_everywhere_and_long_ones_are_split(tmp_path: Path) -> None:

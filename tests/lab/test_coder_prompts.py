@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.benchmarks.coding_questions import QUESTIONS
 from lab.coder.make_prompts import (
-    EVALUATION_PROMPTS,
     MakePrompts,
     list_phrases,
     mix_prompts,
@@ -45,7 +45,7 @@ def test_no_prompt_repeats_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What shares a phrase of eight words with an evaluation prompt is left out and counted."""
-    evaluation = [json.loads(line)["prompt"] for line in EVALUATION_PROMPTS.open()]
+    evaluation = [json.loads(line)["prompt"] for line in QUESTIONS.open()]
     copied = f"Please: {evaluation[2]}"
     own = "Explain what this code does, line by line, to a new colleague of mine."
     monkeypatch.setattr("lab.coder.make_prompts.list_function_prompts", lambda *_: [copied, own])

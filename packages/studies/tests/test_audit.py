@@ -20,38 +20,12 @@ from spectrain.data.tokens import TokensReader, parse_tokens
 from spectrain.errors import UserError
 from spectrain_studies.audit import ROWS, SourceAudit, audit_command, audit_sources
 from tests.data.chat_templates import base_tokenizer, make_template
+from tests.data.rows import THINKING, write_lines
 
 PROMPT = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle on the beach."
 )
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "look_up", "arguments": {"word": "tide"}},
-}
-THINKING = [
-    {"role": "user", "content": "What is a tide?"},
-    {
-        "role": "assistant",
-        "reasoning_content": "I look it up.",
-        "content": "One moment.",
-        "tool_calls": [CALL],
-    },
-    {"role": "tool", "content": "The rise and fall of the sea.", "tool_call_id": "call00001"},
-    {
-        "role": "assistant",
-        "reasoning_content": "Now I know it.",
-        "content": "It is the rise and fall of the sea.",
-    },
-]
 PLAIN = ChatTemplate(base_tokenizer())
-
-
-def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return str(path)
 
 
 def embedded_rows(count: int) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from spectrain.trees.base import Prefix, TreeBuilder, check_settings
-from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import NEG_INF, GrowingTree
 from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
@@ -52,5 +51,5 @@ class OptTree(TreeBuilder):
             width = int((newest & is_open[:, None]).sum(1).max())
             if level + 1 == depth or width == 0:
                 break
-            tree.extend_frontier(best_of_level(tree.scores[:, tree.level_start :], width))
+            tree.extend_best(width)
         return tree.select_best(self.budget)

@@ -26,7 +26,13 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from spectrain.errors import UserError
-from spectrain.files import lock_file, open_in_place, require_regular_file, write_text
+from spectrain.files import (
+    lock_file,
+    open_in_place,
+    refuse_link,
+    require_regular_file,
+    write_text,
+)
 
 from .checked_json import read_json_as
 from .clock import LATEST, FollowClock, read_date
@@ -90,7 +96,8 @@ class FollowFolder:
     def lock(self) -> Iterator[None]:
         """Hold the lock of the run; a UserError says that another process follows it."""
         lock = self.root / "lock"
-        self.refuse_links()
+        for path in (self.ledger, self.candidates):
+            refuse_link(path)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(open_in_place(lock, os.O_RDWR | os.O_CREAT))
@@ -100,16 +107,6 @@ class FollowFolder:
             ) from error
         with lock_file(lock, f"run={self.run}: another process follows this run", "stop it first"):
             yield
-
-    def refuse_links(self) -> None:
-        """Raise a UserError where something that follow writes to is a link, which in a folder that
-        somebody else made may lead to other files of this user.
-        """
-        for path in (self.ledger, self.candidates):
-            if path.is_symlink():
-                raise UserError(
-                    f"{path}: this is a link, and what it leads to is not changed; delete it"
-                )
 
     def next_candidate(self) -> Path:
         """Return the folder of the next candidate."""
