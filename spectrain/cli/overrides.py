@@ -38,6 +38,7 @@ SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
 # Values that hydra reads as something else than a name.
 NO_NAMES = ("null", "true", "false", "nan", "inf")
+FOLDER_KEYS = ("run", "out")
 MAX_DIGITS = 300
 MAX_BRACKETS = 64
 
@@ -112,7 +113,12 @@ def write_overrides(words: Iterable[str]) -> list[str]:
 
 def _allow_new_key(word: str, groups: set[str]) -> str:
     match = re.match(r"([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL)
-    return f"++{match[1]}={quote_if_needed(match[2])}" if match and match[1] not in groups else word
+    if match is None or match[1] in groups:
+        return word
+    key, value = match.groups()
+    # A folder may be named by a number.
+    is_numbered = key in FOLDER_KEYS and re.match(r"[\d.+-]", value) and "," not in value
+    return f"++{key}={quote_text(value) if is_numbered else quote_if_needed(value)}"
 
 
 def quote_if_needed(value: str) -> str:

@@ -19,6 +19,7 @@ from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import has_finite_values
+from spectrain.training.checkpoints import judge_type
 
 from .compressed_tensors import FUSION_MODULE, name_scheme
 from .container import Finding
@@ -192,7 +193,7 @@ def check_quantization(files: DrafterFiles, layout: Layout) -> Iterator[Finding]
 
 
 def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Finding]:
-    """Yield tensors that are missing, that no engine reads, or whose shape contradicts
+    """Yield tensors that are missing, that no engine reads, or whose shape or type contradicts
     config.json.
     """
     for name, shape in {**expected.required, **expected.optional}.items():
@@ -210,6 +211,17 @@ def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Fin
             size not in (None, actual) for size, actual in zip(shape, tensor.shape)
         ):
             yield shape_finding(name, tuple(tensor.shape), shape)
+    for name, expected_type in expected.types.items():
+        tensor = files.tensors.get(name)
+        fault = None if tensor is None else judge_type(tensor.dtype, expected_type)
+        if fault is not None:
+            yield Finding(
+                "type",
+                "error",
+                f"{name} {fault}",
+                "it is not the tensor that was trained",
+                "copy the files again",
+            )
     names = {*expected.required, *expected.optional}
     unknown = [
         name

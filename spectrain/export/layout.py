@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
@@ -132,6 +133,7 @@ class ExpectedTensors:
     required: dict[str, Shape]
     optional: dict[str, Shape] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # every engine ignores these without harm
+    types: dict[str, torch.dtype] = field(default_factory=dict)  # where they are known
 
 
 class Layout(ABC):

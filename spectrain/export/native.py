@@ -76,13 +76,15 @@ class NativeLayout(Layout):
             return ExpectedTensors(
                 {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
             )
-        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        state = drafter.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
         # Of tied tensors, named_parameters lists the first, and only that one is saved.
         required = dict([*drafter.named_parameters(), *drafter.named_buffers()])
         return ExpectedTensors(
             {file_names[name]: shape for name, shape in shapes.items() if name in required},
             {file_names[name]: shape for name, shape in shapes.items() if name not in required},
+            types={file_names[name]: tensor.dtype for name, tensor in state.items()},
         )
 
     def _build_drafter(self, files: DrafterFiles) -> Drafter | None:

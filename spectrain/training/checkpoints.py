@@ -43,6 +43,8 @@ CHECKPOINT_NAME = re.compile("step-[0-9]{6,12}")
 BEST_NAME = re.compile("best-[0-9]{6,12}")
 UNFINISHED_NAME = re.compile(r"(step|best)-[0-9]{6,12}\.part")
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
+TYPE_FAULTS = ("holds fractions", "holds no real numbers", "holds no integers")
+"""What a stored tensor can be where other numbers are expected."""
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -242,6 +244,20 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
     module.load_state_dict({**tied, **weights})
 
 
+def judge_type(stored: torch.dtype, expected: torch.dtype) -> str | None:
+    """Return which of TYPE_FAULTS the type of a stored tensor has in place of the expected type;
+    None where its numbers fit.
+    """
+    fractions, no_reals, no_integers = TYPE_FAULTS
+    if stored.is_floating_point > expected.is_floating_point:
+        return fractions
+    if stored.is_floating_point < expected.is_floating_point:
+        return no_reals
+    holds_integers = not stored.is_complex and stored != torch.bool
+    expects_integers = not expected.is_floating_point and expected != torch.bool
+    return no_integers if expects_integers and not holds_integers else None
+
+
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield tensors that do not match between a drafter and its files: the first of each kind,
     and its fault.
@@ -252,23 +268,14 @@ def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[t
         "has another shape": [
             name for name in weights if name in state and weights[name].shape != state[name].shape
         ],
-        "holds fractions": [
-            name
-            for name in weights
-            if name in state and weights[name].is_floating_point() > state[name].is_floating_point()
-        ],
-        "holds no real numbers": [
-            name
-            for name in weights
-            if name in state and weights[name].is_floating_point() < state[name].is_floating_point()
-        ],
-        "holds no integers": [
-            name
-            for name in weights
-            if name in state
-            and (weights[name].dtype == torch.bool or weights[name].is_complex())
-            and not (state[name].dtype == torch.bool or state[name].is_floating_point())
-        ],
+        **{
+            fault: [
+                name
+                for name in weights
+                if name in state and judge_type(weights[name].dtype, state[name].dtype) == fault
+            ]
+            for fault in TYPE_FAULTS
+        },
         "is missing": [name for name in expected if name not in weights],
         "is unknown": [name for name in weights if name not in state],
     }

@@ -26,32 +26,39 @@ schedule.
 """
 KEPT_SHARE = 0.1
 """The same for a weight that was fitted or trained before."""
+RANDOM_SIZE = 3**-0.5
+"""The size of outputs of a linear as torch initialises it, for inputs of size 1."""
 STEPS_PER_DOUBLING = 2
 """Rates are rounded to this many values in a factor of two, so that weights of similar size
 share a group.
 """
 SMALLEST_WIDTH = 64
-"""Vectors learn as slowly as matrices of their width; shorter ones, such as single gates, as
-those of this width.
+"""Weights with fewer inputs, and vectors with fewer entries, learn as slowly as those of this
+width: a step of few inputs moves an output in one direction, and no others average it.
 """
 
 
 def choose_rate(weight: Tensor, is_new: bool) -> float:
     """Return the peak rate of a weight from its size: of a matrix [.., O, I], or of a vector, which
-    scales or shifts outputs.
+    scales or shifts outputs and may have further dimensions of one entry.
 
-    A matrix of zeros, such as the second factor of an adapter, counts as one with outputs of size 1
-    and as many inputs as its longer side has.
+    A new matrix of less than the usual size of random ones counts as one of that size, because it
+    was made small to grow. A matrix of zeros, such as the second factor of an adapter, counts as
+    one with outputs of size 1 and as many inputs as its longer side has.
     """
     entries = weight.detach().float()
     size = float(entries.square().mean().sqrt()) if weight.numel() else 0.0
     share = NEW_SHARE if is_new else KEPT_SHARE
-    if weight.ndim < 2:
-        rate = share * (size or 1.0) / max(weight.numel(), SMALLEST_WIDTH)
+    longest = max(weight.shape, default=1)
+    if longest == weight.numel():
+        rate = share * (size or 1.0) / max(longest, SMALLEST_WIDTH)
     elif size > 0:
-        rate = share * size * weight.shape[-1] ** -0.5
+        num_inputs = weight.shape[-1]
+        if is_new:
+            size = max(size, RANDOM_SIZE * num_inputs**-0.5)
+        rate = share * size * num_inputs**0.5 / max(num_inputs, SMALLEST_WIDTH)
     else:
-        rate = share / max(weight.shape[-2:])
+        rate = share / max(*weight.shape[-2:], SMALLEST_WIDTH)
     return float(2.0 ** (round(STEPS_PER_DOUBLING * math.log2(rate)) / STEPS_PER_DOUBLING))
 
 

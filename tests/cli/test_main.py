@@ -437,3 +437,10 @@ def test_paths_without_a_home_are_named(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stopped:
         cli.with_exit_codes(lambda config: print(Path("~nobody-at-all/x").expanduser()))(None)
     assert stopped.value.code == 2 and "no such home folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["123", "1e3", "-5", "2026-11"])
+def test_a_folder_may_be_named_by_a_number(name: str) -> None:
+    """A run's name stays as it is written, and a list of runs stays a list."""
+    assert write_overrides([f"run={name}"]) == [f"++run='{name}'"]
+    assert write_overrides([f"run={name},5"]) == [f"++run={name},5"]

@@ -251,6 +251,18 @@ def test_original_medusa_with_a_head_too_many(tiny: Target, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("type_name", ["int8", "uint32", "bool", "complex64"])
+def test_weights_that_are_no_real_numbers(type_name: str, tiny: Target, tmp_path: Path) -> None:
+    """A drafter in our own layout, whose target its config.json names, is refused as in loading."""
+
+    def change_type(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["fc.weight"] = tensors["fc.weight"].to(getattr(torch, type_name))
+
+    start = convert(ours(tmp_path / "start", tiny, "eagle3"), tmp_path / "out", "spectrain", TINY)
+    assert not find_faults(start)
+    assert "type" in find_faults(change_files(start, change_type))
+
+
 def test_complete_models(tiny: Target, tmp_path: Path) -> None:
     """A draft model with another tokenizer, and a mask token outside of the vocabulary, are
     found.

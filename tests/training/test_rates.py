@@ -9,6 +9,7 @@ from torch import nn
 from spectrain.training.rates import (
     KEPT_SHARE,
     NEW_SHARE,
+    RANDOM_SIZE,
     SMALLEST_WIDTH,
     STEPS_PER_DOUBLING,
     choose_rate,
@@ -29,7 +30,7 @@ def is_rounded(rate: float, exact: float) -> bool:
 @pytest.mark.parametrize("scale", [1.0, 0.003, 40.0])
 def test_a_step_changes_outputs_by_a_share(num_inputs: int, scale: float) -> None:
     """A step of a rate in the direction that suits inputs of size 1 changes every output by the
-    share of its usual size.
+    share of its usual size, which is at least that of random weights where the weight is new.
     """
     torch.manual_seed(0)
     weight = scale * torch.randn(200, num_inputs, dtype=torch.float64) * num_inputs**-0.5
@@ -40,6 +41,7 @@ def test_a_step_changes_outputs_by_a_share(num_inputs: int, scale: float) -> Non
         change = (weight + step) @ inputs - outputs
         assert change.std() < 1e-9 * scale
         size = float(weight.square().mean().sqrt()) * num_inputs**0.5
+        size = max(size, RANDOM_SIZE) if is_new else size
         assert is_rounded(float(change.mean()), share * size)
 
 
@@ -64,6 +66,21 @@ def test_vectors_and_zeros_have_finite_rates() -> None:
     assert is_rounded(choose_rate(torch.zeros(512), is_new=True), NEW_SHARE / 512)
     for is_new, share in ((True, NEW_SHARE), (False, KEPT_SHARE)):
         assert is_rounded(choose_rate(torch.zeros(512, 8), is_new), share / 512)
+        assert is_rounded(choose_rate(torch.zeros(4, 15), is_new), share / SMALLEST_WIDTH)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 384), (1, 384), (384, 1)])
+def test_further_dimensions_of_one_entry_change_no_vector(shape: tuple[int, ...]) -> None:
+    """A vector learns alike in every form in which a drafter may hold it."""
+    vector = torch.linspace(-1, 1, 384)
+    assert choose_rate(vector.view(shape), is_new=True) == choose_rate(vector, is_new=True)
+
+
+def test_few_inputs_learn_as_those_of_the_smallest_width() -> None:
+    """Five inputs whose outputs have the size of SMALLEST_WIDTH inputs have its rate too."""
+    torch.manual_seed(0)
+    few, many = (torch.randn(4096, width) * width**-0.5 for width in (5, SMALLEST_WIDTH))
+    assert choose_rate(few, is_new=True) == choose_rate(many, is_new=True)
 
 
 def test_groups_are_split_by_rate() -> None:
