@@ -65,7 +65,7 @@ class VocabularyDrafter(Drafter):
         ids = (
             token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
         )
-        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
         return ids
