@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 
@@ -34,7 +34,7 @@ def extra_memory(
     without = peak_bytes(lambda: decode(target, [prompt], matching, length), target.device)
     # Quantized copies of the target's weights are no parameters of the drafter: only its cost names
     # them.
-    weights = own_bytes(target, nn.ModuleList([drafter, drafter.cost.weights(target)]))
+    weights = own_bytes(target, nn.ModuleList([drafter, drafting_cost(drafter).weights(target)]))
     working = max(0, with_drafter - without)
     return {"weights": weights, "working": working, "extra": weights + working}
 

@@ -104,11 +104,6 @@ class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedE
             check_execution([*collect_references(self.chosen).values()])
 
     @property
-    def uses_clock(self) -> bool:
-        """Whether what is drafted depends on measured times, beyond the tree."""
-        return any(part.uses_clock for part in self.parts)
-
-    @property
     def varies_trees(self) -> bool:
         """Whether trees of several kinds are decoded, so that the rule must be valid for all of
         them.

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from spectrain.data.chat import token_kinds
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.decoding.generation import ROUND_PARTS
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, choose_fastest, order_systems
 from spectrain.eval.headline import describe_headline
@@ -84,7 +84,7 @@ def speedup_limits(
     limits = measure_limits(target.device, target.dtype)
     floor = roofline_seconds(target.model, batch, limits)
     roofline = roofline_speedup(target, drafter, turns, limits, batch)
-    forwards = 1 + drafter.cost.num_target_forwards()
+    forwards = 1 + drafting_cost(drafter).num_target_forwards()
     return {
         **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
@@ -106,8 +106,8 @@ def roofline_speedup(
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     nodes = sum(sum(turn.drafted.node_counts) for turn in turns) / rounds
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
-    drafting = drafter.cost.num_passes(depth) * roofline_seconds(
-        drafter.cost.weights(target), batch, limits
+    drafting = drafting_cost(drafter).num_passes(depth) * roofline_seconds(
+        drafting_cost(drafter).weights(target), batch, limits
     )
     verifying = roofline_seconds(target.model, batch * nodes, limits)
     step = roofline_seconds(target.model, batch, limits)

@@ -60,8 +60,8 @@ def list_settings(package: str) -> dict[str, list[str]]:
         for row in layouts.rows
         if row.path.startswith(module)
     ]
-    formats = {name for row in rows for name in row.formats.split()}
-    formats -= {name for row in CORE_LAYOUTS for name in row.formats.split()}
+    formats = {name for row in rows for name in row.formats}
+    formats -= {name for row in CORE_LAYOUTS for name in row.formats}
     keys = {key.name: key for part in parts for key in list_keys(part)}
     values = {
         f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices})

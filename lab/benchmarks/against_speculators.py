@@ -51,7 +51,7 @@ from spectrain.features.batch import Batch, collate
 from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.drafters import init_drafter
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.initial_fit import fit_initial_weights
 from spectrain.training.parallel.launch import make_strategy
 from spectrain.training.run import TrainingRun

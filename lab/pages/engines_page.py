@@ -47,13 +47,13 @@ def schedules_table() -> str:
 
 def engines_table() -> str:
     """Return a row for every layout that an export can have, those of a family together."""
-    rows = [row for row in LAYOUTS if row.formats and row.formats != "spectrain"]
+    rows = [row for row in LAYOUTS if row.formats and row.formats != ("spectrain",)]
     order = [*FAMILY_TITLES]
-    rows.sort(key=lambda row: order.index(row.families.split()[0]))
+    rows.sort(key=lambda row: order.index(row.families[0]))
     cells = []
     for row in rows:
-        titles = ", ".join(FAMILY_TITLES[family] for family in row.families.split())
-        formats = ", ".join(f"`{name}`" for name in row.formats.split())
+        titles = ", ".join(FAMILY_TITLES[family] for family in row.families)
+        formats = ", ".join(f"`{name}`" for name in row.formats)
         layout = load_layout(row)
         cells.append([titles, formats, layout.title, describe_readers(layout)])
     return format_table(["drafter", "format", "layout", "read by"], cells)

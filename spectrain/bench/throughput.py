@@ -22,7 +22,7 @@ from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 from spectrain.provenance import processor_name
-from spectrain.runs.drafters import init_drafter
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.trial import trial_folder
 from spectrain.trees.token_tree import TokenTree

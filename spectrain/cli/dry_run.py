@@ -12,7 +12,7 @@ from spectrain.config.missing import explain_missing
 from spectrain.config.spec import RunSpec
 from spectrain.data.inspect import format_example, format_legend
 from spectrain.output.console import make_console
-from spectrain.runs.drafters import apply_init_shape
+from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.runs.train import check_is_new
 
 NUM_SAMPLES = 3

@@ -26,7 +26,7 @@ def format_settings(spec: RunSpec) -> Iterator[str]:
             continue
         yield f"{group}:"
         yield format_line("choice", node.choice, node.find_layer("choice"))
-        settings = group_settings(group, node.with_defaults(), node.path)
+        settings = group_settings(node.with_defaults(), node.path)
         for key, value in settings.items():
             if key in node.with_defaults():
                 yield format_line(key, value, node.find_layer(key))

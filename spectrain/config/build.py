@@ -161,7 +161,7 @@ class GroupSpec:
         saved = drop_command_only({self.group: self.settings})
         settings = saved.get(self.group, {})
         if self:
-            settings = group_settings(self.group, settings, self.path)
+            settings = group_settings(settings, self.path)
         return {"choice": self.choice, **settings} if self and saved else settings
 
     def with_defaults(self) -> dict[str, Any]:
@@ -209,9 +209,9 @@ class GroupSpec:
         """
         from .check import check_settings
 
-        if not self:
+        if self.choice is None:
             return None
-        settings = check_settings(self.group, self.path, self.settings)
+        settings = check_settings(self.group, self.choice, self.settings)
         # Where a training begins is no setting of a drafter.
         settings.pop("init", None)
         constructor = self.load_constructor()

@@ -18,8 +18,9 @@ from spectrain.errors import RunError, UserError, explain_missing_module, sugges
 from .choices import (
     CommandSchema,
     choice_files,
-    find_choice,
+    choice_name,
     find_owners,
+    list_constructors,
     load_yaml,
     select_choices,
 )
@@ -87,17 +88,17 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     target = str(node["_target_"])
     settings = flatten_settings(group, node, target)
     settings.pop("_target_", None)
-    return {"_target_": target, **check_settings(group, target, settings)}
+    return {"_target_": target, **check_settings(group, choice_name(group, node), settings)}
 
 
-def check_settings(group: str, target: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Check one group's settings against its constructor, and return them converted to the
-    declared types.
+def check_settings(group: str, choice: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the settings of a group's choice against its constructor, and return them converted to
+    the declared types.
     """
-    choice = find_choice(group, target)
-    if choice is None:
+    target = list_constructors(group).get(choice)
+    if target is None:
         raise UserError(
-            f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE"
+            f"{group}._target_={choice}: no choice of this group names it; write {group}=CHOICE"
         )
     if not has_source(target):
         raise UserError(
@@ -107,8 +108,11 @@ def check_settings(group: str, target: str, settings: Mapping[str, Any]) -> dict
     allowed_keys = settings_by_name(target)
     checked: dict[str, Any] = {}
     for name, value in settings.items():
-        is_free = name == "init" and group == "drafter"
-        checked[name] = value if is_free else check_value(group, name, value, allowed_keys)
+        if name == "init" and group == "drafter":
+            checked[name] = value
+        else:
+            key = find_setting(group, name, allowed_keys)
+            checked[name] = check_value(f"{group}.{name}", value, key)
     for name, key in allowed_keys.items():
         if key.default is None and name not in checked:
             raise UserError(f"{group}.{name}: it must be given, as in {group}.{name}=VALUE")
@@ -120,32 +124,37 @@ def settings_by_name(target: str) -> dict[str, SettingKey]:
     return {key.name: key for key in list_keys(target)}
 
 
-def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, SettingKey]) -> Any:
-    """Return a setting's value in its declared type; directives and numbers that are not finite
-    raise a UserError.
-    """
+def find_setting(group: str, name: str, allowed_keys: Mapping[str, SettingKey]) -> SettingKey:
+    """Return the setting with this name; raise a UserError where there is none."""
+    if name in allowed_keys:
+        return allowed_keys[name]
     full = f"{group}.{name}"
-    if (
-        name not in allowed_keys
-        and (missing := explain_missing(f"{group}.", name, full)) is not None
-    ):
+    missing = explain_missing(f"{group}.", name, full)
+    if missing is not None:
         raise UserError(missing)
-    if name not in allowed_keys:
-        owners = ", ".join(find_owners(group, name))
-        advice = (
-            f"it is a setting of {group}={owners}"
-            if owners
-            else suggest_setting(name, allowed_keys)
-        )
-        raise UserError(f"{full}: there is no such key; {advice}")
-    if value == "" and allowed_keys[name].default != "":
+    owners = ", ".join(find_owners(group, name))
+    ours = OTHER_NAMES.get(name)
+    if owners:
+        advice = f"it is a setting of {group}={owners}"
+    elif ours in allowed_keys:
+        advice = f"write {ours}"
+    else:
+        advice = suggest_nearest(name, [*allowed_keys])
+    raise UserError(f"{full}: there is no such key; {advice}")
+
+
+def check_value(full: str, value: Any, key: SettingKey) -> Any:
+    """Return the value of a setting, whose full name is GROUP.NAME, in its declared type;
+    directives and numbers that are not finite raise a UserError.
+    """
+    if value == "" and key.default != "":
         raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
     if value == "???":
         raise UserError(f"{full}: it must be given, as in {full}=VALUE")
     order = next(find_directives(value, full), None)
     if order is not None:
         raise UserError(f"{order}; delete it")
-    hint = allowed_keys[name].hint
+    hint = key.hint
     try:
         checked = TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
@@ -189,7 +198,8 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
         except (HydraException, ValueError, RecursionError):
             given = value
         if "${" not in value:
-            check_value(group, name, given, settings_by_name(target))
+            key = find_setting(group, name, settings_by_name(target))
+            check_value(f"{group}.{name}", given, key)
 
 
 def shorten(value: Any) -> str:
@@ -271,13 +281,6 @@ def describe_type(hint: Any) -> str:
         if isinstance(hint, type) and origin is None
         else str(hint).replace("typing.", "")
     )
-
-
-def suggest_setting(name: str, allowed_keys: Iterable[str]) -> str:
-    """Name the setting that another library calls so, or else those with similar names."""
-    options = list(allowed_keys)
-    ours = OTHER_NAMES.get(name, "")
-    return f"write {ours}" if ours in options else suggest_nearest(name, options)
 
 
 def suggest_remedy(value: Any, hint: Any) -> str:

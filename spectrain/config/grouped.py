@@ -90,11 +90,11 @@ def flatten_groups(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def group_settings(group: str, settings: Mapping[str, Any], target: str) -> dict[str, Any]:
+def group_settings(settings: Mapping[str, Any], target: str) -> dict[str, Any]:
     """Return the settings of a constructor with those of each part in a mapping, as files hold
     them. Settings without a part stand first.
     """
-    part_of = {key.name: key.part for key in list_part_keys(group, target).values()}
+    part_of = {key.name: key.part for key in list_keys(target) if key.part}
     result = {name: value for name, value in settings.items() if name not in part_of}
     for name, value in settings.items():
         if name in part_of:

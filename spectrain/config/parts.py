@@ -24,8 +24,12 @@ def make_arguments(constructor: Any, settings: Mapping[str, Any]) -> dict[str, A
     group = getattr(constructor, "part_group", None)
     if group is None:
         return dict(settings)
-    parts = [part(**select_fields(part, settings)) for part in load_entry_points(group)]
-    return {**select_fields(constructor, settings), "parts": parts}
+    kinds = [constructor, *load_entry_points(group)]
+    own, *others = (
+        {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+        for kind in kinds
+    )
+    return {**own, "parts": [part(**chosen) for part, chosen in zip(kinds[1:], others)]}
 
 
 def find_config_type(constructor: Any) -> Any:
@@ -36,9 +40,3 @@ def find_config_type(constructor: Any) -> Any:
     if parameter is None:
         return None
     return getattr(importlib.import_module(constructor.__module__), parameter.annotation)
-
-
-def select_fields(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a dataclass declares."""
-    names = {field.name for field in fields(kind)}
-    return {key: value for key, value in settings.items() if key in names}

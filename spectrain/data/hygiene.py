@@ -1,11 +1,8 @@
-"""Hygiene of training data: exact duplicates, near duplicates, and overlap with the prompts of a
-scoring.
+"""Hygiene of training data: exact duplicates and near duplicates.
 
 Two conversations are exact duplicates if all that they hold is equal. They are near duplicates if
 the sets of their phrases of three words have a Jaccard similarity of at least a threshold: MinHash
-with locality-sensitive hashing (Broder, 1997) proposes the pairs, and the sets themselves decide. A
-conversation is contaminated if one of its texts shares 13 words in a row with a prompt (Brown et
-al., 2020, appendix C).
+with locality-sensitive hashing (Broder, 1997) proposes the pairs, and the sets themselves decide.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any, Literal
 from zlib import crc32
@@ -27,7 +24,6 @@ DuplicateMode = Literal["none", "exact", "near"]
 DuplicateKind = Literal["exact", "near"]
 
 PHRASE_WORDS = 3
-SHARED_WORDS = 13
 NUM_PERMUTATIONS = 128
 HASHED_AT_ONCE = 4096  # phrases; each needs a row of permutations
 WORD = re.compile(r"\w+")
@@ -142,30 +138,3 @@ class DuplicateIndex:
 def jaccard(first: set[int], second: set[int]) -> float:
     """Return the size of the intersection divided by that of the union."""
     return len(first & second) / len(first | second)
-
-
-class PromptIndex:
-    """The texts of scored prompts by their runs of 13 words; a shorter text counts where a
-    conversation repeats it alone.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.num_texts = 0
-        self.runs: dict[str, set[int]] = {}
-        self.short_texts: dict[str, set[int]] = {}
-        for number, text in enumerate(texts):
-            self.num_texts += 1
-            words = split_words(text)
-            if len(words) < SHARED_WORDS:
-                self.short_texts.setdefault(" ".join(words), set()).add(number)
-            for run in iterate_phrases(words, SHARED_WORDS):
-                self.runs.setdefault(run, set()).add(number)
-
-    def find_overlap(self, texts: Iterable[str]) -> set[int]:
-        """Return the numbers of the prompts that these texts of a conversation overlap with."""
-        numbers: set[int] = set()
-        for words in map(split_words, texts):
-            numbers |= self.short_texts.get(" ".join(words), set())
-            for run in iterate_phrases(words, SHARED_WORDS):
-                numbers |= self.runs.get(run, set())
-        return numbers

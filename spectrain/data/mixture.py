@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.check import check_value, settings_by_name
+from spectrain.config.check import check_value, find_setting, settings_by_name
 from spectrain.config.choices import list_constructors
 from spectrain.errors import UserError, suggest_nearest
 
@@ -179,7 +179,7 @@ def build_reader(entry: Mapping[str, Any], location: str) -> ConversationReader:
     settings = {str(key): value for key, value in entry.items() if key not in ("data", "weight")}
     allowed_keys = settings_by_name(choices[choice])
     for name, value in settings.items():
-        check_value(location, name, value, allowed_keys)
+        check_value(f"{location}.{name}", value, find_setting(location, name, allowed_keys))
     for name, key in allowed_keys.items():
         if key.default is None and name not in settings:
             raise UserError(

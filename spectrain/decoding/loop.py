@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spectrain.drafters.base import Drafter, Drafts, prefill_prompts
+from spectrain.drafters.base import Drafter, Drafts, drafting_cost, prefill_prompts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
@@ -292,7 +292,7 @@ def slots_per_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
     """Count the cache slots that a round needs after the committed tokens: a path, the tree, the
     nodes that a drafter runs in the target's cache, and mask nodes."""
     nodes = builder.depth + builder.budget + builder.max_drafted
-    return nodes if drafter is None else nodes + drafter.cost.extra_nodes(builder)
+    return nodes if drafter is None else nodes + drafting_cost(drafter).extra_nodes(builder)
 
 
 def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -66,20 +65,28 @@ class RoundChange(ABC):
         return {}
 
 
-@dataclass(frozen=True)
 class Session:
     """Decodes prompts, without a drafter autoregressively. A capture serves all batches of its
     size.
     """
 
-    target: Target
-    rule: AcceptanceRule
-    drafter: Drafter | None = None
-    builder: TreeBuilder | None = None
-    engine: EngineChoice = "eager"
-    changes: tuple[RoundChange, ...] = ()
-    # Shared by sessions that are compared with each other; null makes one for this session.
-    fallback: Fallback | None = None
+    def __init__(
+        self,
+        target: Target,
+        rule: AcceptanceRule,
+        drafter: Drafter | None = None,
+        builder: TreeBuilder | None = None,
+        engine: EngineChoice = "eager",
+        changes: tuple[RoundChange, ...] = (),
+        # Shared by sessions that are compared with each other; None makes one for this session.
+        fallback: Fallback | None = None,
+    ) -> None:
+        self.target, self.rule, self.drafter, self.builder = target, rule, drafter, builder
+        self.engine, self.changes = engine, changes
+        self.fallback = fallback or make_fallback(target, engine)
+        # The numbers of prompts and threads that `warm_up` has prepared.
+        self._prepared_settings = set[tuple[int, int]]()
+        self._captured_runners: dict[ExecutionMode, CapturedRunner] = {}
 
     @classmethod
     def from_drafter(
@@ -138,7 +145,7 @@ class Session:
             runner.ensure_captured(request)
             return runner.decode_steps(request)
 
-        return self._shared_fallback.run(start_decoding)
+        return self.fallback.run(start_decoding)
 
     def warm_up(
         self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None
@@ -158,7 +165,7 @@ class Session:
                     prompts, max_new_tokens, sequence_ids, ignore_eos=True
                 )
 
-        self._shared_fallback.run(compile_and_capture)
+        self.fallback.run(compile_and_capture)
 
     @torch.inference_mode()
     def _prepare_batch(
@@ -192,11 +199,6 @@ class Session:
             )
 
     @cached_property
-    def _prepared_settings(self) -> set[tuple[int, int]]:
-        """The numbers of prompts and threads that `warm_up` has prepared."""
-        return set()
-
-    @cached_property
     def threads(self) -> ThreadTuner | None:
         """What chooses the number of threads of this session's rounds; None where there is
         nothing to choose.
@@ -226,8 +228,8 @@ class Session:
     @property
     def eager_reason(self) -> str | None:
         """Return the reason why rounds run eagerly, or None where they are captured."""
-        if self._capture_blocker is None and self._shared_fallback.mode == "eager":
-            return f"captured, they failed: {self._shared_fallback.failures['captured']}"
+        if self._capture_blocker is None and self.fallback.mode == "eager":
+            return f"captured, they failed: {self.fallback.failures['captured']}"
         return self._capture_blocker
 
     @cached_property
@@ -237,14 +239,6 @@ class Session:
         if self.changes:
             return f"{self.changes[0].setting_name} {self.changes[0].capture_blocker}"
         return capture_blocker(self.target, self.rule, self.drafter, self.builder)
-
-    @cached_property
-    def _shared_fallback(self) -> Fallback:
-        return self.fallback or make_fallback(self.target, self.engine)
-
-    @cached_property
-    def _captured_runners(self) -> dict[ExecutionMode, CapturedRunner]:
-        return {}
 
     def _captured_runner(self, mode: ExecutionMode) -> CapturedRunner:
         """Return the captured runner of this mode; drop one that failed, with its memory on the

@@ -147,11 +147,6 @@ class Drafter(nn.Module, ABC):
         """
         return [Stage.single(self, self.layers)]
 
-    @property
-    def cost(self) -> DraftingCost:
-        """What drafting takes."""
-        return self.capabilities.cost(self)
-
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return what a training step computes, for the plan: by default every module of the
         drafter once over every token, and the logits of the supervised tokens under the target's
@@ -200,6 +195,11 @@ class Drafter(nn.Module, ABC):
     def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss; data-parallel wrappers call `forward`."""
         return self.loss(batch, target, state)
+
+
+def drafting_cost(drafter: Drafter) -> DraftingCost:
+    """Return what drafting with this drafter takes."""
+    return drafter.capabilities.cost(drafter)
 
 
 def has_weights(drafter: Drafter) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spectrain.config.values import NotNegative, Seed, Share, Steps
 from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKeysValues
-from spectrain.drafters.layers.llama_layer import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, Rotary, llama_config
 from spectrain.drafters.layers.losses import LossName, top_k_loss
 from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision
@@ -109,7 +109,7 @@ class Eagle1(FeatureLayerDrafter):
         self.self_attn = Attention(config, target.width)
         self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
-        self.rotary = make_rotary(config)
+        self.rotary = Rotary(config)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start fc to pass on the feature, so that the first logits are near the target's;

@@ -7,7 +7,6 @@ predicts token t + 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -106,7 +105,7 @@ class Eagle3(UnrolledEagle):
         self.norm_output = complete["norm_output"]
         fit = None
         if start == "fitted" and fit_tokens and not any(complete[key] for key in KIND_VARIANTS):
-            fit = InitialFit(fit_tokens, type(self).fit_start, measure_fit, count_fit)
+            fit = InitialFit(fit_tokens, fit_eagle, measure_fit, count_fit)
         self.capabilities = replace(
             self.capabilities,
             initial_fit=fit,
@@ -133,10 +132,6 @@ class Eagle3(UnrolledEagle):
         super().prepare(target, token_counts)
         if self.start != "random":
             self.self_attn.init_self()
-
-    def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
-        """Fit the initial weights to the target's states by least squares; see `fitted_start`."""
-        self.starts_trained = fit_eagle(self, batches, target)
 
     # Training
 

@@ -19,6 +19,7 @@ from spectrain.config.values import Count, LayerCount, NotNegative, Number, Posi
 from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
 from spectrain.drafters.layers.candidates import CandidateRollout, candidate_logits
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
+from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
 from spectrain.models.target import Target
@@ -234,7 +235,9 @@ class LiLiCorr(BlockDrafter):
         """Return the scores [A, K, C, C] of transitions between candidates, in draft ids [A, K,
         C].
         """
-        return self.lilicorr(self.embed(self.draft_ids[candidates]), log_probs, states, context)
+        return self.lilicorr(
+            embed_as_target(self, self.draft_ids[candidates]), log_probs, states, context
+        )
 
     # Training
 

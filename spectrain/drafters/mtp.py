@@ -20,7 +20,7 @@ from spectrain.drafters.layers.feature_layer import FeatureLayerDrafter, StepKey
 from spectrain.drafters.layers.llama_layer import num_heads
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.target_layer import TargetLayer, make_cached_attention
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, embed_as_target
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
@@ -145,7 +145,10 @@ class Mtp(FeatureLayerDrafter):
         """
         return self.fc(
             torch.cat(
-                [self.enorm(self.embed(tokens)), self.hnorm(hidden.to(self.fc.weight.dtype))],
+                [
+                    self.enorm(embed_as_target(self, tokens)),
+                    self.hnorm(hidden.to(self.fc.weight.dtype)),
+                ],
                 dim=-1,
             )
         )

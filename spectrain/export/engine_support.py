@@ -35,74 +35,78 @@ READ_VERSIONS = {
     "speculators": ("0.9",),
 }
 """Program -> the versions from whose code its rows were taken. Nothing is known of others."""
-ALL_SCHEMES = "int8 w4a16 fp8"
+ALL_SCHEMES = ("int8", "w4a16", "fp8")
 CORE_SUPPORT = (
     EngineSupport(
         "vllm",
         "speculators.SPECULATORS_EAGLE3",
-        "Eagle3LlamaForCausalLM Eagle3Qwen3ForCausalLM",
-        quantized=f"{ALL_SCHEMES} fc",
+        ("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
+        quantized=(*ALL_SCHEMES, "fc"),
     ),
     EngineSupport("speculators", "speculators.SPECULATORS_EAGLE3"),
     EngineSupport(
         "vllm",
         "peagle.SPECULATORS_PEAGLE",
-        "PeagleLlamaForCausalLM PeagleQwen3ForCausalLM",
-        quantized=f"{ALL_SCHEMES} fc",
+        ("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"),
+        quantized=(*ALL_SCHEMES, "fc"),
     ),
     EngineSupport("speculators", "peagle.SPECULATORS_PEAGLE"),
     EngineSupport(
         "vllm",
         "peagle.FLAT_PEAGLE",
-        "LlamaForCausalLMEagle3 Eagle3Qwen3ForCausalLM",
-        quantized=f"{ALL_SCHEMES} fc",
+        ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"),
+        quantized=(*ALL_SCHEMES, "fc"),
     ),
-    EngineSupport("vllm", "dflash_speculators.SPECULATORS_DFLASH", "DFlashDraftModel"),
+    EngineSupport("vllm", "dflash_speculators.SPECULATORS_DFLASH", ("DFlashDraftModel",)),
     EngineSupport("speculators", "dflash_speculators.SPECULATORS_DFLASH"),
     EngineSupport(
-        "vllm", "dflash_speculators.SPECULATORS_DFLASH2", "DFlash2DraftModel", note="on a GPU"
+        "vllm", "dflash_speculators.SPECULATORS_DFLASH2", ("DFlash2DraftModel",), note="on a GPU"
     ),
     EngineSupport("speculators", "dflash_speculators.SPECULATORS_DFLASH2"),
     EngineSupport(
         "vllm",
         "dflash_speculators.SPECULATORS_DSPARK",
-        "Qwen3DSparkModel",
+        ("Qwen3DSparkModel",),
         note="on a GPU, vanilla Markov head",
     ),
     EngineSupport("speculators", "dflash_speculators.SPECULATORS_DSPARK"),
-    EngineSupport("vllm", "medusa.VLLM_MEDUSA", "MedusaModel", until="0.32"),
-    EngineSupport("vllm", "eagle1.VLLM_EAGLE1", "EagleLlamaForCausalLM", note="fc without a bias"),
-    EngineSupport("sglang", "eagle1.SGLANG_EAGLE1", "LlamaForCausalLMEagle"),
+    EngineSupport("vllm", "medusa.VLLM_MEDUSA", ("MedusaModel",), until="0.32"),
+    EngineSupport(
+        "vllm", "eagle1.VLLM_EAGLE1", ("EagleLlamaForCausalLM",), note="fc without a bias"
+    ),
+    EngineSupport("sglang", "eagle1.SGLANG_EAGLE1", ("LlamaForCausalLMEagle",)),
     EngineSupport("eagle", "eagle1.ORIGINAL_EAGLE1"),
     EngineSupport(
         "vllm",
         "latent_eagle3.LATENT_EAGLE3",
-        "Eagle3DeepseekV2ForCausalLM",
+        ("Eagle3DeepseekV2ForCausalLM",),
         note="targets of DeepSeek's kind; not run here",
     ),
-    EngineSupport("sglang", "flat.FLAT_EAGLE3", "LlamaForCausalLMEagle3", quantized=ALL_SCHEMES),
+    EngineSupport("sglang", "flat.FLAT_EAGLE3", ("LlamaForCausalLMEagle3",), quantized=ALL_SCHEMES),
     EngineSupport(
         "vllm",
         "flat.FLAT_EAGLE3",
-        "LlamaForCausalLMEagle3 Eagle3Qwen3ForCausalLM",
+        ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"),
         note="default layers",
-        quantized=f"{ALL_SCHEMES} fc",
+        quantized=(*ALL_SCHEMES, "fc"),
     ),
     EngineSupport("tensorrt", "flat.FLAT_EAGLE3"),
-    EngineSupport("sglang", "dflash_flat.FLAT_DFLASH", "DFlashDraftModel"),
-    EngineSupport("vllm", "dflash_flat.FLAT_DFLASH", "DFlashDraftModel"),
-    EngineSupport("sglang", "dflash_flat.FLAT_DFLASH2", "DFlash2DraftModel"),
-    EngineSupport("vllm", "dflash_flat.FLAT_DFLASH2", "DFlash2DraftModel", note="on a GPU"),
-    EngineSupport("sglang", "dflash_flat.FLAT_LILICORR", "LiLiCorrDraftModel"),
-    EngineSupport("vllm", "dflash_flat.FLAT_LILICORR", "LiLiCorrDraftModel", note="on a GPU"),
-    EngineSupport("sglang", "dflash_flat.FLAT_DSPARK", "Qwen3DSparkModel"),
+    EngineSupport("sglang", "dflash_flat.FLAT_DFLASH", ("DFlashDraftModel",)),
+    EngineSupport("vllm", "dflash_flat.FLAT_DFLASH", ("DFlashDraftModel",)),
+    EngineSupport("sglang", "dflash_flat.FLAT_DFLASH2", ("DFlash2DraftModel",)),
+    EngineSupport("vllm", "dflash_flat.FLAT_DFLASH2", ("DFlash2DraftModel",), note="on a GPU"),
+    EngineSupport("sglang", "dflash_flat.FLAT_LILICORR", ("LiLiCorrDraftModel",)),
+    EngineSupport("vllm", "dflash_flat.FLAT_LILICORR", ("LiLiCorrDraftModel",), note="on a GPU"),
+    EngineSupport("sglang", "dflash_flat.FLAT_DSPARK", ("Qwen3DSparkModel",)),
     EngineSupport(
         "vllm",
         "dflash_flat.FLAT_DSPARK",
-        "Qwen3DSparkModel",
+        ("Qwen3DSparkModel",),
         note="on a GPU, vanilla Markov head",
     ),
-    EngineSupport("transformers", "dflash_flat.TRANSFORMERS_DFLASH", "MuseGlimmerAssistantModel"),
+    EngineSupport(
+        "transformers", "dflash_flat.TRANSFORMERS_DFLASH", ("MuseGlimmerAssistantModel",)
+    ),
     EngineSupport("fasterdecoding", "medusa.ORIGINAL_MEDUSA"),
     EngineSupport("tensorrt", "medusa.TENSORRT_MEDUSA"),
     EngineSupport("vllm", "huggingface.HUGGINGFACE", note="not LayerSkip", quantized=ALL_SCHEMES),
@@ -164,13 +168,13 @@ def describe_format(format_name: str) -> str:
     """Return the programs that read a format, as in "vLLM (Medusa up to 0.32)"; "" where there is
     none. No layout is imported.
     """
-    rows = {row.path: row for row in LAYOUTS if format_name in row.formats.split()}
+    rows = {row.path: row for row in LAYOUTS if format_name in row.formats}
     exceptions: dict[str, list[str]] = {}
     for support in list_support():
         if support.layout in rows:
             bounded = exceptions.setdefault(PROGRAMS[support.program], [])
             if support.since or support.until:
-                families = rows[support.layout].families.split()
+                families = rows[support.layout].families
                 titles = ", ".join(FAMILY_TITLES.get(family, family) for family in families)
                 bounded.append(f"{titles} {describe_versions(support)}")
     return ", ".join(
@@ -186,7 +190,7 @@ def list_quantized_readers(layout: Layout, scheme: str, with_fc: bool = False) -
     return [
         PROGRAMS[support.program]
         for support in list_readers(layout)
-        if needed <= {*support.quantized.split()}
+        if needed <= {*support.quantized}
     ]
 
 

@@ -15,8 +15,8 @@ def find_engine_layout(
     """Return the layout in which an engine reads a drafter, that of the engine's own format
     first; None if it reads none.
     """
-    rows = [row for row in LAYOUTS if checkpoint.family in row.families.split()]
-    rows.sort(key=lambda row: engine not in row.formats.split())
+    rows = [row for row in LAYOUTS if checkpoint.family in row.families]
+    rows.sort(key=lambda row: engine not in row.formats)
     layouts = map(load_layout, rows)
     return next(
         (layout for layout in layouts if engine in layout.drafter_launches(checkpoint, target, "")),

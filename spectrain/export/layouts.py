@@ -7,6 +7,7 @@ The table names layouts as text, so that listing the formats imports no layout.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,6 @@ from .table import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .drafter_files import DrafterFiles
     from .layout import Layout
 
@@ -47,30 +46,30 @@ FAMILY_TITLES = {
 }
 """Family -> its name in texts. Spectrain's own layout holds all of them."""
 CORE_LAYOUTS = (
-    TableRow("speculators.SPECULATORS_EAGLE3", "vllm", "eagle3"),
-    TableRow("peagle.SPECULATORS_PEAGLE", "vllm", "peagle"),
-    TableRow("dflash_speculators.SPECULATORS_DFLASH", "vllm", "dflash"),
-    TableRow("dflash_speculators.SPECULATORS_DFLASH2", "vllm", "dflash2"),
-    TableRow("dflash_speculators.SPECULATORS_DSPARK", "vllm", "dspark"),
-    TableRow("medusa.VLLM_MEDUSA", "vllm", "medusa"),
-    TableRow("eagle1.NESTED_EAGLE1", "", ""),
-    TableRow("eagle1.VLLM_EAGLE1", "vllm", "eagle1"),
-    TableRow("dflash_flat.FLAT_DFLASH2", "sglang flat", "dflash2"),
-    TableRow("dflash_flat.FLAT_LILICORR", "vllm sglang flat", "lilicorr"),
-    TableRow("dflash_flat.FLAT_DSPARK", "sglang flat", "dspark"),
-    TableRow("dflash_flat.FLAT_DFLASH", "sglang flat", "dflash"),
-    TableRow("eagle1.SGLANG_EAGLE1", "sglang", "eagle1"),
-    TableRow("eagle1.ORIGINAL_EAGLE1", "eagle", "eagle1"),
-    TableRow("medusa.ORIGINAL_MEDUSA", "medusa", "medusa"),
-    TableRow("dflash_flat.TRANSFORMERS_DFLASH", "hf", "dflash"),
-    TableRow("peagle.FLAT_PEAGLE", "flat", "peagle"),
-    TableRow("latent_eagle3.LATENT_EAGLE3", "mla", "eagle3"),
-    TableRow("flat.FLAT_EAGLE3", "sglang flat tensorrt", "eagle3"),
-    TableRow("medusa.TENSORRT_MEDUSA", "tensorrt", "medusa"),
-    TableRow("mtp.MTP_TARGET", "mtp", "mtp"),
-    TableRow("huggingface.HUGGINGFACE", "vllm sglang hf", "causal pard early_exit"),
-    TableRow("uno.UNO", "uno", "uno"),
-    TableRow("native.NATIVE", "spectrain", " ".join(FAMILY_TITLES)),
+    TableRow("speculators.SPECULATORS_EAGLE3", ("vllm",), ("eagle3",)),
+    TableRow("peagle.SPECULATORS_PEAGLE", ("vllm",), ("peagle",)),
+    TableRow("dflash_speculators.SPECULATORS_DFLASH", ("vllm",), ("dflash",)),
+    TableRow("dflash_speculators.SPECULATORS_DFLASH2", ("vllm",), ("dflash2",)),
+    TableRow("dflash_speculators.SPECULATORS_DSPARK", ("vllm",), ("dspark",)),
+    TableRow("medusa.VLLM_MEDUSA", ("vllm",), ("medusa",)),
+    TableRow("eagle1.NESTED_EAGLE1", (), ()),
+    TableRow("eagle1.VLLM_EAGLE1", ("vllm",), ("eagle1",)),
+    TableRow("dflash_flat.FLAT_DFLASH2", ("sglang", "flat"), ("dflash2",)),
+    TableRow("dflash_flat.FLAT_LILICORR", ("vllm", "sglang", "flat"), ("lilicorr",)),
+    TableRow("dflash_flat.FLAT_DSPARK", ("sglang", "flat"), ("dspark",)),
+    TableRow("dflash_flat.FLAT_DFLASH", ("sglang", "flat"), ("dflash",)),
+    TableRow("eagle1.SGLANG_EAGLE1", ("sglang",), ("eagle1",)),
+    TableRow("eagle1.ORIGINAL_EAGLE1", ("eagle",), ("eagle1",)),
+    TableRow("medusa.ORIGINAL_MEDUSA", ("medusa",), ("medusa",)),
+    TableRow("dflash_flat.TRANSFORMERS_DFLASH", ("hf",), ("dflash",)),
+    TableRow("peagle.FLAT_PEAGLE", ("flat",), ("peagle",)),
+    TableRow("latent_eagle3.LATENT_EAGLE3", ("mla",), ("eagle3",)),
+    TableRow("flat.FLAT_EAGLE3", ("sglang", "flat", "tensorrt"), ("eagle3",)),
+    TableRow("medusa.TENSORRT_MEDUSA", ("tensorrt",), ("medusa",)),
+    TableRow("mtp.MTP_TARGET", ("mtp",), ("mtp",)),
+    TableRow("huggingface.HUGGINGFACE", ("vllm", "sglang", "hf"), ("causal", "pard", "early_exit")),
+    TableRow("uno.UNO", ("uno",), ("uno",)),
+    TableRow("native.NATIVE", ("spectrain",), tuple(FAMILY_TITLES)),
 )
 LAYOUTS = insert_rows(
     add_families(CORE_LAYOUTS), (row for package in list_packages() for row in package.rows)
@@ -78,7 +77,7 @@ LAYOUTS = insert_rows(
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one
 layout for each family.
 """
-FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats.split()))
+FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats))
 OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 """Suffixes of files that hold settings and weights together, so that their directory needs no
 config.json.
@@ -157,8 +156,8 @@ def detect_layout(files: DrafterFiles) -> Layout:
 
 def list_formats(family: str) -> list[str]:
     """Return the formats of engines that can hold a family's drafters."""
-    rows = [row for row in LAYOUTS if family in row.families.split()]
-    return [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
+    rows = [row for row in LAYOUTS if family in row.families]
+    return [name for name in EXPORT_FORMATS if any(name in row.formats for row in rows)]
 
 
 def find_weightless_export(drafter: str, format_name: str | None) -> WeightlessExport:
@@ -202,9 +201,9 @@ def select_layout(family: str, format_name: str, dtype: str | None = None) -> La
     With `dtype`, its matrices have that type in place of the drafter's own.
     """
     require_format(format_name)
-    rows = [row for row in LAYOUTS if family in row.families.split()]
+    rows = [row for row in LAYOUTS if family in row.families]
     for row in rows:
-        if format_name in row.formats.split():
+        if format_name in row.formats:
             return load_layout(row) if dtype is None else load_layout(row).with_dtype(dtype)
     if family in SERVING_HINTS:
         raise UserError(f"format={format_name}: {family} cannot be served: {SERVING_HINTS[family]}")

@@ -1,5 +1,5 @@
-"""Rows of the table of layouts, and what installed packages add to it. All is text, so that
-nothing is imported for a list.
+"""Rows of the table of layouts, and what installed packages add to it. All is named as text, so
+that nothing is imported for a list.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
 class TableRow:
     """A layout of the table."""
 
-    path: str  # module of this package, and the name of the layout in it
-    # the values of `format` that write it, separated by spaces; empty for a layout that is only
-    # read
-    formats: str
-    families: str  # the choices of `drafter` that it can hold, separated by spaces
-    # of its weights; a layout with another one has a container of its own
+    # Module of this package, and the name of the layout in it.
+    path: str
+    # The values of `format` that write it; empty for a layout that is only read.
+    formats: tuple[str, ...]
+    # The choices of `drafter` that it can hold.
+    families: tuple[str, ...]
+    # Suffix of its weights; a layout with another one has a container of its own.
     suffix: str = ".safetensors"
     # Of a row of an installed package, whose path is absolute: the row of this table before
     # which it stands.
@@ -34,16 +35,16 @@ class EngineSupport:
 
     program: str  # a key of engine_support.PROGRAMS
     layout: str  # the path of the layout's row
-    # Names of the classes that read the drafter, as the program's registry has them, separated by
-    # spaces; empty where it looks up none, or that of the target.
-    classes: str = ""
+    # Names of the classes that read the drafter, as the program's registry has them; empty where it
+    # looks up none, or that of the target.
+    classes: tuple[str, ...] = ()
     # The first and the last version that reads it, where another one does not.
     since: str = ""
     until: str = ""
     note: str = ""  # what else must be so, as in "on a GPU"
-    # Choices of `quantize` whose weights it reads in this layout, separated by spaces; with "fc",
-    # also those of the layer that fuses the target's states.
-    quantized: str = ""
+    # Choices of `quantize` whose weights it reads in this layout; with "fc", also those of the
+    # layer that fuses the target's states.
+    quantized: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class LayoutPackage:
     """
 
     rows: tuple[TableRow, ...] = ()
-    # Path of a row of the core's table -> further choices of `drafter` that its layout holds,
-    # separated by spaces: drafters that differ from the row's own in their training alone.
-    families: Mapping[str, str] = field(default_factory=dict)
+    # Path of a row of the core's table -> further choices of `drafter` that its layout holds:
+    # drafters that differ from the row's own in their training alone.
+    families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Which programs read these layouts, and the titles of programs that read no other ones.
     support: tuple[EngineSupport, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
@@ -105,18 +106,12 @@ def list_packages() -> list[LayoutPackage]:
 
 def add_families(table: tuple[TableRow, ...]) -> tuple[TableRow, ...]:
     """Return the table with the families that installed packages add to its rows."""
-    added = [pair for package in list_packages() for pair in package.families.items()]
-    missing = {path for path, _ in added} - {row.path for row in table}
-    assert not missing, f"no row of the table has the path {sorted(missing)}"
-    return tuple(
-        replace(
-            row,
-            families=" ".join(
-                [row.families, *(families for path, families in added if path == row.path)]
-            ),
-        )
-        for row in table
-    )
+    added: dict[str, list[str]] = {row.path: [] for row in table}
+    for package in list_packages():
+        for path, families in package.families.items():
+            assert path in added, f"no row of the table has the path {path}"
+            added[path] += families
+    return tuple(replace(row, families=(*row.families, *added[row.path])) for row in table)
 
 
 def insert_rows(table: tuple[TableRow, ...], rows: Iterable[TableRow]) -> tuple[TableRow, ...]:

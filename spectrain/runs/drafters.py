@@ -1,11 +1,9 @@
-"""The drafters of runs: built from settings, started for training, saved, and loaded from files
-of any layout.
-"""
+"""The drafters of runs: built from settings, saved, and loaded from files of any layout."""
 
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,8 @@ from spectrain.config.plain_files import read_json, read_json_object
 from spectrain.config.saved import parse_description
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat_template import ChatTemplate
-from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
-from spectrain.drafters.base import Drafter, adapts_layers, has_weights
+from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError, describe_error
 from spectrain.export.adapters import require_plain_adapter
 from spectrain.export.converter import read_drafter
@@ -51,7 +48,6 @@ from .folder import (
     find_shipped,
     find_trained_target,
     list_shipped,
-    require_drafter_directory,
 )
 
 DESCRIBED_GROUPS = ("drafter", "target", "tree", "acceptance")
@@ -128,8 +124,10 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
 
 def list_inner_directories(spec: GroupSpec) -> list[tuple[str, int | None, Path]]:
     """Return the inner drafters in directories: setting, index in its list, directory."""
+    # What loads a shipped drafter is a function, which takes no other drafter.
     constructor: Any = spec.load_constructor()
-    keys = constructor.saved.inner if hasattr(constructor, "saved") else ()
+    is_class = isinstance(constructor, type) and issubclass(constructor, Drafter)
+    keys = constructor.saved.inner if is_class else ()
     directories: list[tuple[str, int | None, Path]] = []
     for key in keys:
         value = spec.get(key)
@@ -350,122 +348,6 @@ def load_facts(run: Path, name: str) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
-# At the start of training
-
-
-def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
-    """Return a drafter at the start of training: prepared on the data, or with drafter.init the
-    weights of another drafter.
-    """
-    name = spec.drafter.choice
-    init = spec.init
-    if is_shipped(spec.drafter):
-        raise UserError(
-            f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}"
-        )
-    torch.manual_seed(spec.trainer.get("seed", 0))
-    drafter = build_drafter(spec.drafter, target)
-    if init and not has_weights(drafter):
-        raise UserError(
-            f"drafter.init={init}: this family has no weights beside the target's; go on from a "
-            "trained target, as in target=hf target.model=RUN/target"
-        )
-    adapts = adapts_layers(drafter) and target.sharding == "tensor"
-    if target.sharding != "none" and (drafter.capabilities.target_training or adapts):
-        raise UserError(
-            f"target.sharding={target.sharding}: this family changes what the target's layers "
-            "compute, so each process needs them whole; leave it out, or use "
-            "trainer.sharding=zero3 where the target trains"
-        )
-    if not is_trainable(drafter):
-        raise UserError(
-            f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}"
-        )
-    drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
-    if init:
-        load_weights(drafter, require_drafter_directory("drafter.init", init), target)
-        drafter.starts_trained = True
-        drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
-    adapt_drafter(spec, drafter, target)
-    return drafter
-
-
-def adapt_drafter(spec: RunSpec, drafter: Drafter, target: Target) -> None:
-    """Add the adapters of `adapter=`, if it is set, to a drafter that continues its training."""
-    adapter = spec.adapter.build()
-    if adapter is None:
-        return
-    if not spec.init:
-        raise UserError(
-            f"adapter={spec.adapter.choice}: it continues the training of a drafter; name one, as "
-            "in drafter.init=runs/NAME"
-        )
-    adapter.adapt_drafter(drafter, target.head.vocab_size)
-
-
-def is_trainable(drafter: Drafter) -> bool:
-    """Tell whether training changes any parameter, the drafter's or the target's."""
-    return bool(drafter.capabilities.target_training) or any(
-        parameter.requires_grad
-        for stage in drafter.stages
-        for group in stage.groups
-        for parameter in group["params"]
-    )
-
-
-def apply_init_shape(spec: RunSpec) -> RunSpec:
-    """With drafter.init, return the spec with the settings that its weights determine; a
-    conflicting override raises a UserError."""
-    if not spec.init:
-        return spec
-    drafter = spec.drafter
-    directory = require_drafter_directory("drafter.init", spec.init)
-    saved = load_description(directory, spec.target).drafter
-    if saved.choice != drafter.choice:
-        raise UserError(
-            f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of "
-            "that family"
-        )
-    files = saved.load_constructor().saved
-    settings = dict(drafter.settings)
-    for key in files.shape:
-        value = saved.settings.get(key)
-        requested = settings.get(key)
-        if drafter.find_layer(key) == "command" and requested != value:
-            settings[key] = adjust_setting(key, requested, value, files.adjustable, directory)
-        elif key in saved.settings:
-            settings[key] = value
-        else:
-            # The weights are for the constructor's default.
-            settings.pop(key, None)
-    return replace(spec, drafter=replace(drafter, settings=settings))
-
-
-def adjust_setting(
-    key: str, value: Any, saved: Any, adjustable: Sequence[str], directory: Path
-) -> Any:
-    """Return a setting of a drafter that continues, from the command's value and the saved one;
-    raise a UserError where the weights are for the saved value. Keys of a mapping that the command
-    leaves out keep their saved values."""
-    if key in adjustable:
-        return value
-    if isinstance(value, Mapping) and isinstance(saved, Mapping | None):
-        merged = dict(saved or {})
-        for name, entry in value.items():
-            if f"{key}.{name}" not in adjustable and entry != merged.get(name):
-                raise make_conflict(f"{key}.{name}", entry, merged.get(name), directory)
-            merged[name] = entry
-        return merged
-    raise make_conflict(key, value, saved, directory)
-
-
-def make_conflict(key: str, value: Any, saved: Any, directory: Path) -> UserError:
-    """Return the error for a setting that differs from the one that the weights in a directory
-    are for.
-    """
-    return UserError(f"drafter.{key}={value}: the drafter in {directory} has {saved}; leave it out")
-
-
 # Shipped with a package, each for one target
 
 
@@ -478,11 +360,6 @@ def find_shipped_drafter(target: Target) -> str | None:
 def smollm2_eagle3(target: Target) -> Drafter:
     """Load EAGLE-3 for SmolLM2-135M-Instruct; its config.json records its training."""
     return load_shipped_drafter("smollm2-eagle3", target)
-
-
-def is_shipped(drafter: GroupSpec) -> bool:
-    """Tell whether a drafter's settings name a drafter that ships with a package."""
-    return find_shipped(str(drafter.choice)) is not None
 
 
 def load_shipped_drafter(name: str, target: Target) -> Drafter:

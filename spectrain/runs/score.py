@@ -26,13 +26,15 @@ from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
-from .drafters import init_drafter, is_shipped, load_drafter, load_facts, save_drafter
+from .drafters import load_drafter, load_facts, save_drafter
 from .folder import (
     archive_earlier,
     find_drafter_directory,
     find_results_folder,
+    find_shipped,
     find_trained_target,
 )
+from .init_drafter import init_drafter
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "template_kwargs")
@@ -65,7 +67,8 @@ def load_scoring(spec: RunSpec, run: Path, target: Target | None = None) -> "Run
     evaluation = spec.eval.build()
     require_writable(find_results_folder(run) / "eval" / evaluation.name, "run")
     target = target or load_target(spec, run)
-    if sharded and (evaluation.uses_clock or spec.tree.build().traits.uses_latency):
+    goes_by_clock = any(part.uses_clock for part in evaluation.parts)
+    if sharded and (goes_by_clock or spec.tree.build().traits.uses_latency):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree "
             "or guard can go by the clock; use tree=eagle2 and no eval.guard"
@@ -195,13 +198,14 @@ def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> 
     """Return what the results of a run's score depend on."""
     trained = find_trained_target(run)
     training = drafter.capabilities.target_training
+    is_shipped = find_shipped(str(spec.drafter.choice)) is not None
     return {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
         "recipe": spec.name,
         "drafter": spec.drafter.save(),
         "acceptance": spec.acceptance.save(),
-        "trained": find_drafter_directory(run) is not None or is_shipped(spec.drafter),
+        "trained": find_drafter_directory(run) is not None or is_shipped,
         "training": load_facts(run, "training"),
         "dtype": str(target.dtype).removeprefix("torch."),
         "chat_template": target.template.facts(),

@@ -34,7 +34,8 @@ from spectrain.training.parallel.launch import disconnect_processes, wait_for_lo
 from spectrain.training.trainer import Trainer
 
 from .callbacks import Callback, CallbackTracker
-from .drafters import apply_init_shape, init_drafter, save_drafter
+from .drafters import save_drafter
+from .init_drafter import apply_init_shape, init_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
 from .score import RunScoring, load_scoring
@@ -96,7 +97,8 @@ def train(
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
     if is_main:
-        open_run(run, spec, inputs.facts, checkpoint)
+        config = spec.to_yaml()
+        open_run(run, config, inputs.facts, checkpoint, accepts_changes=spec.resume == "changed")
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
@@ -260,9 +262,15 @@ def check_is_new(run: Path) -> None:
         )
 
 
-def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
-    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps
-    its own.
+def open_run(
+    run: Path,
+    config: str,
+    facts: InputFacts,
+    checkpoint: Path | None = None,
+    accepts_changes: bool = False,
+) -> None:
+    """Write the configuration, the text of config.yaml, and the provenance of a run that begins;
+    one with a checkpoint keeps its own.
 
     A run that was killed before its first checkpoint begins anew, with the settings of this launch.
     """
@@ -271,14 +279,14 @@ def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | Non
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
             if checkpoint is not None:
-                check_inputs(run, facts, checkpoint, accepts_changes=spec.resume == "changed")
+                check_inputs(run, facts, checkpoint, accepts_changes)
                 return
             # What cannot be read is not replaced.
             RunSpec.load(run / "config.yaml")
             delete_unfinished(run)
         provenance = {**facts.to_provenance(), **collect_provenance()}
         write_text(run / "provenance.json", json.dumps(provenance, indent=2) + "\n")
-        write_text(run / "config.yaml", spec.to_yaml())
+        write_text(run / "config.yaml", config)
     except OSError as error:
         raise UserError(
             f"run={run}: the folder cannot be written ({error.strerror}); choose another"

@@ -43,7 +43,7 @@ def test_every_setting_is_written_in_both_ways() -> None:
         inside = {key.part: {key.name: 1}}
         assert flatten_settings("eval", inside) == {key.name: 1}
         assert flatten_settings("eval", {key.full_name: 1}) == {key.name: 1}
-        assert group_settings("eval", {key.name: 1}, TARGET) == inside
+        assert group_settings({key.name: 1}, TARGET) == inside
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from spectrain.config.build import build
 from spectrain.drafters import lilicorr
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.judged_drafts import SlotStates
+from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -159,7 +160,7 @@ def test_lilicorr_scores_every_transition(shallow: Target) -> None:
     states = block_states(drafter, shallow, TEXT)
     context = torch.randn(shallow.width)
     scores = drafter.score_lattice(candidates, log_probs, states[None], context[None])
-    embedded = drafter.embed(drafter.draft_ids[candidates[0]])
+    embedded = embed_as_target(drafter, drafter.draft_ids[candidates[0]])
     expected = lattice_by_formula(drafter.lilicorr, embedded, log_probs[0], states, context)
     torch.testing.assert_close(scores[0], expected, rtol=1e-4, atol=1e-4)
     assert scores.abs().max() <= 8.0001

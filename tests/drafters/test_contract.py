@@ -29,8 +29,9 @@ from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
 from spectrain.models.lora import find_lora_layers
 from spectrain.models.target import Target
-from spectrain.runs.drafters import is_trainable, load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.runs.folder import find_shipped
+from spectrain.runs.init_drafter import is_trainable
 from spectrain.training import validation
 from spectrain.training.adapters import LoraAdapter, merge_adapters
 from spectrain.training.checkpoints import select_trained_groups

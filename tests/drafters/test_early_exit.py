@@ -32,7 +32,8 @@ from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
-from spectrain.runs.drafters import init_drafter, load_weights, save_drafter
+from spectrain.runs.drafters import load_weights, save_drafter
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 from tests.targets import cut_tiny

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.drafters.layers.llama_layer import llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Rotary, llama_config
 from spectrain.drafters.layers.unrolled_attention import unrolled_attention
 from spectrain.models import attention
 from spectrain.models.attention import attend_rows, causal_attention
@@ -59,7 +59,7 @@ def test_positions_are_those_of_the_target_up_to_its_limit(scheme: str) -> None:
     assert drafter_config.max_position_embeddings == limit
     positions = torch.cat([torch.arange(4), torch.arange(limit - 4, limit)])[None]
     for left, right in zip(
-        make_rotary(drafter_config)(torch.zeros(1), positions),
+        Rotary(drafter_config)(torch.zeros(1), positions),
         LlamaRotaryEmbedding(config)(torch.zeros(1), positions),
     ):
         assert torch.equal(left, right)

@@ -19,7 +19,7 @@ from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import TrainingState
+from spectrain.drafters.base import TrainingState, drafting_cost
 from spectrain.drafters.layers.mask_blocks import add_blocks
 from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
@@ -447,7 +447,7 @@ def test_a_round_is_a_single_forward(shallow: Target) -> None:
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
     batched = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
     assert len(calls) == max(len(generation.round_lengths) for generation in batched)
-    assert drafter.cost.num_passes(3.0) == drafter.cost.num_passes(1.0) == 1
+    assert drafting_cost(drafter).num_passes(3.0) == drafting_cost(drafter).num_passes(1.0) == 1
     for row, generation in enumerate(batched):
         (single,) = decode(
             shallow, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True

@@ -20,6 +20,7 @@ from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.acceptance.rejection import Block, SpeculativeSampling
 from spectrain.decoding.loop import decode
+from spectrain.drafters.base import drafting_cost
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.uno import Uno, UnoConfig
@@ -365,7 +366,7 @@ def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forward
     assert (
         len(ran)
         == 1 + forwards * len(drafted.round_lengths)
-        == 1 + (1 + drafter.cost.num_target_forwards()) * len(drafted.round_lengths)
+        == 1 + (1 + drafting_cost(drafter).num_target_forwards()) * len(drafted.round_lengths)
     )
     (plain,) = decode(tiny, [text], Greedy(), LIMIT)
     turns = [Turn("id", 0, "any", plain, drafted)]

@@ -16,7 +16,8 @@ from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.layouts import detect_layout
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.drafters import apply_init_shape, load_weights
+from spectrain.runs.drafters import load_weights
+from spectrain.runs.init_drafter import apply_init_shape
 
 from . import foreign
 from .test_dflash import DEEPSPEC, QWEN3_8B, SIZES, SPECULATORS, ZLAB

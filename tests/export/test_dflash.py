@@ -26,7 +26,8 @@ from spectrain.export.linter import lint
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.drafters import apply_init_shape, load_weights
+from spectrain.runs.drafters import load_weights
+from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.trees import Chain
 
 from . import foreign

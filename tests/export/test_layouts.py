@@ -100,7 +100,7 @@ def test_a_new_layout_is_a_file_and_a_line(
     module = ModuleType("spectrain.export.single")
     module.SINGLE = SingleFileLayout()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    row = TableRow("single.SINGLE", "single", "eagle3", ".single")
+    row = TableRow("single.SINGLE", ("single",), ("eagle3",), ".single")
     monkeypatch.setattr(layouts, "LAYOUTS", (row, *LAYOUTS))
     monkeypatch.setattr(layouts, "FORMATS", (*FORMATS, "single"))
     monkeypatch.setattr(layouts, "OWN_SUFFIXES", {".single"})
@@ -147,7 +147,7 @@ def write_layout(
     def write_row(row: TableRow) -> Path:
         layout = load_layout(row)
         out = folder / row.path
-        family = row.families.split()[0]
+        family = row.families[0]
         if layout.holds_target:
             source = test_mtp.save_target("glm4_moe", folder / "target")
             return test_mtp.write_stitched(
@@ -190,7 +190,7 @@ def test_launches_and_files_agree_with_the_table_of_engines(
     config = layouts.read_files(directory).config
     written = config.get("architectures") or []
     if row.path.startswith(FLAT_MODULES):
-        named = {name for support in readers.values() for name in support.classes.split()}
+        named = {name for support in readers.values() for name in support.classes}
         assert not named or named & {*written}
 
 
@@ -207,10 +207,7 @@ def test_a_format_has_a_single_layout_for_each_family() -> None:
     request.
     """
     requests = [
-        (name, family)
-        for row in LAYOUTS
-        for name in row.formats.split()
-        for family in row.families.split()
+        (name, family) for row in LAYOUTS for name in row.formats for family in row.families
     ]
     assert len(requests) == len(set(requests))
     assert all(load_layout(row).title for row in LAYOUTS)

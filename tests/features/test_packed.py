@@ -18,7 +18,7 @@ from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.runs.drafters import is_trainable
+from spectrain.runs.init_drafter import is_trainable
 from spectrain.training.run import select_trained_groups
 from tests.drafters.test_contract import VARIANTS, each, make, stages
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build

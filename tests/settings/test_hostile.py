@@ -25,7 +25,8 @@ from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import resolve_eval_spec
-from spectrain.runs.drafters import apply_init_shape, load_drafter, save_drafter
+from spectrain.runs.drafters import load_drafter, save_drafter
+from spectrain.runs.init_drafter import apply_init_shape
 from tests import commands
 from tests.installed import select_installed
 

@@ -13,7 +13,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.runs.drafters import adapt_drafter
+from spectrain.runs.init_drafter import adapt_drafter
 from spectrain.training.adapters import LoraAdapter
 from spectrain.training.trainer import Trainer
 from tests.factories import dataset_with_spans

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spectrain.config.build import GroupSpec
 from spectrain.config.plain_files import read_json_object
 from spectrain.data.chat import tokenize_question
 from spectrain.data.messages import Conversation
@@ -20,7 +19,7 @@ from spectrain.errors import UserError
 from spectrain.models.loading import load_hf
 from spectrain.models.published import MODELS
 from spectrain.models.target import Target
-from spectrain.runs.drafters import is_shipped, load_shipped_drafter
+from spectrain.runs.drafters import load_shipped_drafter
 from spectrain.runs.folder import find_drafter_directory, find_shipped
 from spectrain.trees import Chain
 from spectrain_coder import DRAFTER
@@ -44,7 +43,6 @@ def test_its_files_are_small_and_say_where_they_come_from() -> None:
 
 def test_its_name_is_a_choice_and_a_run() -> None:
     assert find_shipped(DRAFTER.name) == DRAFTER
-    assert is_shipped(GroupSpec("drafter", DRAFTER.name))
     assert find_drafter_directory(DRAFTER.folder) == DRAFTER.folder
 
 

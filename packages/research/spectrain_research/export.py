@@ -15,58 +15,60 @@ EXPORT = LayoutPackage(
     rows=(
         TableRow(
             f"{RESEARCH}.xpress.layout.SPECULATORS_XPRESS",
-            "speculators",
-            "xpress",
+            ("speculators",),
+            ("xpress",),
             before="medusa.VLLM_MEDUSA",
         ),
         TableRow(
             f"{RESEARCH}.domino.layout.FLAT_DOMINO",
-            "flat",
-            "domino",
+            ("flat",),
+            ("domino",),
             before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
             f"{RESEARCH}.domino.layout.SGLANG_DOMINO",
-            "sglang",
-            "domino",
+            ("sglang",),
+            ("domino",),
             before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
             f"{RESEARCH}.xpress.layout.FLAT_XPRESS",
-            "vllm flat",
-            "xpress",
+            ("vllm", "flat"),
+            ("xpress",),
             before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
             f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC",
-            "jetspec",
-            "dflash",
+            ("jetspec",),
+            ("dflash",),
             before="dflash_flat.FLAT_DFLASH",
         ),
         TableRow(
             f"{RESEARCH}.vispec.layout.FLAT_VISPEC",
-            "flat",
-            "vispec",
+            ("flat",),
+            ("vispec",),
             before="dflash_flat.TRANSFORMERS_DFLASH",
         ),
         TableRow(
             f"{RESEARCH}.redrafter.layout.TENSORRT_REDRAFTER",
-            "tensorrt",
-            "redrafter",
+            ("tensorrt",),
+            ("redrafter",),
             before="mtp.MTP_TARGET",
         ),
-        TableRow(f"{RESEARCH}.gated_lora.layout.PEFT", "peft", "gated_lora", before="uno.UNO"),
+        TableRow(
+            f"{RESEARCH}.gated_lora.layout.PEFT", ("peft",), ("gated_lora",), before="uno.UNO"
+        ),
     ),
     # Only its loss differs from EAGLE-3's.
     families={
-        "speculators.SPECULATORS_EAGLE3": "expected_length",
-        "flat.FLAT_EAGLE3": "expected_length",
+        "speculators.SPECULATORS_EAGLE3": ("expected_length",),
+        "flat.FLAT_EAGLE3": ("expected_length",),
     },
     support=(
         EngineSupport(
             "vllm",
             f"{RESEARCH}.xpress.layout.FLAT_XPRESS",
-            "Qwen3XPressModel",
+            ("Qwen3XPressModel",),
             since="0.33",
             note="on a GPU",
         ),
@@ -74,13 +76,13 @@ EXPORT = LayoutPackage(
         EngineSupport(
             "sglang",
             f"{RESEARCH}.domino.layout.SGLANG_DOMINO",
-            "DFlashDraftModel",
+            ("DFlashDraftModel",),
             note="weights in bfloat16",
         ),
         EngineSupport("specforge", f"{RESEARCH}.domino.layout.FLAT_DOMINO"),
         EngineSupport("jetspec", f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC"),
         EngineSupport(
-            "vllm", f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC", "DFlashDraftModel", note="chains"
+            "vllm", f"{RESEARCH}.jetspec.layout.FLAT_JETSPEC", ("DFlashDraftModel",), note="chains"
         ),
         EngineSupport("automodel", f"{RESEARCH}.vispec.layout.FLAT_VISPEC"),
         EngineSupport(

@@ -15,13 +15,15 @@ from rich.table import Table
 from spectrain.data.chat import Example
 from spectrain.data.chat_template import KINDS, ChatTemplate
 from spectrain.data.dataset import is_too_short, make_examples
-from spectrain.data.hygiene import DuplicateIndex, PromptIndex, list_texts
+from spectrain.data.hygiene import DuplicateIndex, list_texts
 from spectrain.data.image_processor import ImageProcessor
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, DataSource
 from spectrain.data.tokens import check_vocabulary
 from spectrain.errors import UserError
 from spectrain.output.console import make_console
+
+from .prompt_index import PromptIndex
 
 SHOWN_REASONS = 5  # of unusable rows, for each source
 ROWS = {"conversations": "conversations", "tokens": "tokens", "content": "  content",

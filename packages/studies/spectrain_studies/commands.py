@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan(config: Any) -> None:
     from spectrain.config.build import register_resolvers
-    from spectrain.runs.drafters import apply_init_shape
+    from spectrain.runs.init_drafter import apply_init_shape
 
     # Recipes depend on the planned device.
     register_resolvers(str(config.plan.get("device", "auto")))

@@ -12,13 +12,13 @@ import pytest
 from spectrain.cli.main import main
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat_template import KINDS, ChatTemplate
-from spectrain.data.hygiene import PromptIndex
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.data.stream import StreamReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader, parse_tokens
 from spectrain.errors import UserError
 from spectrain_studies.audit import ROWS, SourceAudit, audit_command, audit_sources
+from spectrain_studies.prompt_index import PromptIndex
 from tests.data.chat_templates import base_tokenizer, make_template
 from tests.data.rows import THINKING, write_lines
 

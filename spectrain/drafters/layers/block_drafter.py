@@ -36,10 +36,10 @@ from .judged_drafts import JudgedDrafts, SlotStates
 from .llama_layer import (
     Mlp,
     NormedAttention,
+    Rotary,
     append_and_attend,
     init_from_target,
     llama_config,
-    make_rotary,
 )
 from .mask_token import check_mask_unused, resolve_mask_token
 from .target_kind import (
@@ -188,7 +188,7 @@ class BlockDrafter(FusedDrafter):
             bias = target.head.output.bias is not None
             self.lm_head = nn.Linear(width, size, bias=bias).requires_grad_(False)
         self.add_vocabulary(size, rows)
-        self.rotary = make_rotary(layer_config)
+        self.rotary = Rotary(layer_config)
         self.capabilities = replace(
             self.capabilities,
             context_parallel=ContextParallel(

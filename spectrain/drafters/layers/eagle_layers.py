@@ -28,9 +28,10 @@ from .llama_layer import (
     Attention,
     Mlp,
     NormedAttention,
+    Rotary,
+    RotaryFn,
     init_from_target,
     llama_config,
-    make_rotary,
 )
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .target_kind import (
@@ -111,8 +112,6 @@ class EagleDrafter(FusedDrafter):
 
     # Whether the next draft step reads the normed output.
     norm_output = False
-    # [T, 2, D / 2] cosines and sines of positions, for kernels; made when they first run.
-    rope_table: Tensor | None = None
 
     def __init__(self, target: Target, settings: EagleSettings) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class EagleDrafter(FusedDrafter):
             for _ in range(settings.num_layers - 1)
         )
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
-        self.rotary = make_rotary(config)
+        self.rotary: RotaryFn = Rotary(config)
         self.has_dynamic_rope = depends_on_length(config.rope_parameters)
         self.add_vocabulary(vocab_size, rows)
 

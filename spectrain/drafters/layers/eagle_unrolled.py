@@ -47,9 +47,12 @@ class WindowRows:
     # Positions of each text, and lengths of the texts, where texts are packed into one row.
     widths: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    # Whether the first step, too, returns states at these positions only. One of several layers
+    # does not: its later layers attend to what the layers before return.
+    cut_first: bool = True
 
     @classmethod
-    def select(cls, batch: Batch, num_steps: int) -> WindowRows | None:
+    def select(cls, batch: Batch, num_steps: int, cut_first: bool) -> WindowRows | None:
         """Return the positions that some of `num_steps` steps supervises; None without windows
         or if they are all positions.
         """
@@ -67,6 +70,7 @@ class WindowRows:
             return cls(
                 torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device),
                 tuple(first),
+                cut_first=cut_first,
             )
         if widths == [*batch.lengths]:
             return None
@@ -75,7 +79,12 @@ class WindowRows:
             torch.arange(start + begin, start + begin + width, device=device)
             for start, begin, width in zip(starts, first, widths)
         ]
-        return cls(torch.cat(parts)[None], tuple(first), tuple(widths), batch.lengths)
+        index = torch.cat(parts)[None]
+        return cls(index, tuple(first), tuple(widths), batch.lengths, cut_first)
+
+    def cuts(self, step: int) -> bool:
+        """Tell whether a draft step returns states at these positions only."""
+        return step > 0 or self.cut_first
 
     def take(self, part: Tensor) -> Tensor:
         """Return the positions [B, W, ..] of values [B, T, ..]."""
@@ -151,20 +160,15 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         With windows of the loss, positions before a window run in the first step only.
         """
         # A piece of the columns is run completely in every step.
-        rows = WindowRows.select(batch, count) if batch.piece.is_whole else None
+        cuts_first = self.num_layers == 1
+        rows = WindowRows.select(batch, count, cuts_first) if batch.piece.is_whole else None
         states = list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
             is_supervised = supervision.is_supervised(step)
-            if rows is not None and self._returns_rows(step):
+            if rows is not None and rows.cuts(step):
                 is_supervised = rows.take(is_supervised)
             states.append(hidden[is_supervised])
         return states
-
-    def _returns_rows(self, step: int) -> bool:
-        """Tell whether a step returns states at chosen rows only: each but a first one of several
-        layers, whose later layers attend to what the layers before return.
-        """
-        return step > 0 or self.num_layers == 1
 
     def unroll_steps(
         self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None
@@ -178,7 +182,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         hidden = self.fuse_features(batch.input_features)
         step_kv = list[LayerKeysValues]()
         for step in range(count):
-            if step == 1 and rows is not None and not self._returns_rows(0):
+            if step == 1 and rows is not None and not rows.cuts(0):
                 hidden = rows.take(hidden)
             hidden, new_kv = state.run_checkpointed(
                 self.run_step, batch, hidden, step, step_kv[:], rows
@@ -211,7 +215,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
         new_kv: LayerKeysValues = []
         # Nothing reads what the last layer returns before a window.
-        is_cut = step == 0 and rows is not None and self._returns_rows(0)
+        is_cut = step == 0 and rows is not None and rows.cuts(0)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             def mix_values(own_q: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:

@@ -165,15 +165,15 @@ def _seconds_per_operation(
 
 
 @torch.no_grad()
-def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) -> bool:
+def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) -> None:
     """Fit the initial weights of a drafter to the target's states in these batches, which hold the
     drafter's features.
 
-    Rows whose next token carries loss count. Return whether there are any; without them the drafter
-    stays as it is.
+    Rows whose next token carries loss count. Without them the drafter stays as it is, and does not
+    start trained.
     """
-    has_rows = any(bool(label_positions(batch, 0).any()) for batch in batches)
-    if has_rows:
+    drafter.starts_trained = any(bool(label_positions(batch, 0).any()) for batch in batches)
+    if drafter.starts_trained:
         fitter = EagleFitter(
             drafter, batches, state_scale(target, batches).to(drafter.fc.weight.device)
         )
@@ -182,7 +182,6 @@ def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) 
         fitter.fit_attention()
         fitter.fit_mlp()
         fitter.fit_sharpness()
-    return has_rows
 
 
 def state_scale(target: Target, batches: Sequence[Batch]) -> Tensor:

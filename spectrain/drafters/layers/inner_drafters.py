@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spectrain.config.build import GroupSpec
-from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -20,17 +20,17 @@ class InnerCost(DraftingCost):
     """The cost of the drafter `inner` of another one."""
 
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        return int(self.drafter.inner.cost.extra_nodes(builder))
+        return int(drafting_cost(self.drafter.inner).extra_nodes(builder))
 
     def num_passes(self, depth: float) -> float:
-        return float(self.drafter.inner.cost.num_passes(depth))
+        return float(drafting_cost(self.drafter.inner).num_passes(depth))
 
     def weights(self, target: Target) -> nn.Module:
-        weights: nn.Module = self.drafter.inner.cost.weights(target)
+        weights: nn.Module = drafting_cost(self.drafter.inner).weights(target)
         return weights
 
     def first_verified_layer(self) -> int:
-        return int(self.drafter.inner.cost.first_verified_layer())
+        return int(drafting_cost(self.drafter.inner).first_verified_layer())
 
 
 def wrapper_capabilities(inner: Drafter) -> Capabilities:

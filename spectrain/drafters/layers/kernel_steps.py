@@ -81,24 +81,8 @@ class KernelSteps:
             eps,
             drafter.norm_before_residual,
         )
-        self.table = self._make_table()
-
-    def _make_table(self) -> Tensor:
-        """Return cosines and sines of all positions of the cache, in the type in which a step of
-        modules has them. They are made once, in a round that nothing captures or compiles.
-        """
-        table = self.drafter.rope_table
-        weight = self.drafter.fc.weight
-        length = self.cache.max_length
-        is_current = table is not None and table.device == weight.device
-        if table is None or not is_current or len(table) < length or table.dtype != weight.dtype:
-            assert not torch.compiler.is_compiling()
-            positions = torch.arange(length, device=weight.device)[None]
-            parts = self.drafter.rotary(weight.detach(), positions)
-            half = parts[0].shape[-1] // 2
-            table = torch.stack([part[0, :, :half] for part in parts], dim=1).contiguous()
-            self.drafter.rope_table = table
-        return table
+        # In the type in which a step of modules has them.
+        self.table = drafter.rotary.tabulate(drafter.fc.weight.detach(), cache.max_length)
 
     def new_rows(self, batch: int, num_nodes: int) -> DraftedRows:
         """Return rows for the root and `num_nodes` nodes of every text, which nothing has

@@ -299,22 +299,41 @@ class Mlp(WeightBlock):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the rotary embedding of a configuration, a function of a tensor (for its dtype) and
-    position ids.
+RotaryFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(a tensor, for its type; positions [B, T]) -> cosines and sines [B, T, D]."""
 
-    It returns cosines and sines. It is no submodule of the drafter, because casting that to
-    bfloat16 would round its frequencies. So it moves to the drafter's device by itself, once: a
-    copy from the CPU in every forward would synchronise the GPU, which a CUDA graph does not allow.
+
+class Rotary:
+    """The rotary embedding of a configuration.
+
+    It is no submodule of the drafter, because casting that to bfloat16 would round its frequencies.
+    So it moves to the drafter's device by itself, once: a copy from the CPU in every forward would
+    synchronise the GPU, which a CUDA graph does not allow.
     """
-    module = LlamaRotaryEmbedding(config)
 
-    def rotate(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if module.inv_freq.device != x.device:
-            module.to(x.device)
-        return module(x, position_ids)
+    def __init__(self, config: LlamaConfig) -> None:
+        self.module = LlamaRotaryEmbedding(config)
+        self.table: Tensor | None = None
 
-    return rotate
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [B, T, D] of positions [B, T], in the type of `x`."""
+        if self.module.inv_freq.device != x.device:
+            self.module.to(x.device)
+        return self.module(x, positions)
+
+    def tabulate(self, x: Tensor, length: int) -> Tensor:
+        """Return [T, 2, D / 2] cosines and sines of at least `length` positions, in the type and on
+        the device of `x`. They are made once, in a round that nothing captures or compiles.
+        """
+        table = self.table
+        is_current = table is not None and table.device == x.device and table.dtype == x.dtype
+        if table is None or not is_current or len(table) < length:
+            assert not torch.compiler.is_compiling()
+            parts = self(x, torch.arange(length, device=x.device)[None])
+            half = parts[0].shape[-1] // 2
+            table = torch.stack([part[0, :, :half] for part in parts], dim=1).contiguous()
+            self.table = table
+        return table
 
 
 @torch.no_grad()

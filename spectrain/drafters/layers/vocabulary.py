@@ -48,14 +48,9 @@ class VocabularyDrafter(Drafter):
         """
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
-        self.use_vocabulary(torch.arange(size))
+        # Until a vocabulary is chosen, its ids are the first ones.
+        self.t2d[:size] = True
         self.register_load_state_dict_post_hook(_check_vocabulary)
-
-    def use_vocabulary(self, ids: Tensor) -> None:
-        """Set the draft vocabulary to these target ids, which ascend."""
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.t2d.zero_()
-        self.t2d[ids] = True
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of every module over all tokens, and of the logits of the draft
@@ -70,7 +65,9 @@ class VocabularyDrafter(Drafter):
         ids = (
             token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
         )
-        self.use_vocabulary(ids)
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
         return ids
 
     @property
@@ -78,10 +75,11 @@ class VocabularyDrafter(Drafter):
         """The target id [V] of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [..] with the target's embedding, in the drafter's type: [.., D]."""
-        with torch.no_grad():
-            return self.head.embed(tokens).to(next(self.parameters()).dtype)
+
+def embed_as_target(drafter: VocabularyDrafter, tokens: Tensor) -> Tensor:
+    """Embed tokens [..] with the target's embedding, in the drafter's type: [.., D]."""
+    with torch.no_grad():
+        return drafter.head.embed(tokens).to(next(drafter.parameters()).dtype)
 
 
 def judge_rows(

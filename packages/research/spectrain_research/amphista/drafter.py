@@ -9,7 +9,6 @@ t + 1, and predicts token t + 2 + k.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,14 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import MedusaHead
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import project_down
-from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
+from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision, embed_as_target
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
 from spectrain_research.shared.head_layers import HeadMixer, StagedAdapter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Amphista(HeadsDrafter):
@@ -126,7 +123,10 @@ class Amphista(HeadsDrafter):
         rows = is_supervised.any(-1)
         final = batch.features.at_layer("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(
-            final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths
+            final,
+            embed_as_target(self, batch.tokens.roll(-1, dims=1)),
+            batch.positions,
+            lengths=batch.lengths,
         )
         mixed_states = state.run_checkpointed(self.mix_heads, *(stage[rows] for stage in stages))
 
@@ -156,7 +156,7 @@ class Amphista(HeadsDrafter):
         final = context.new_features.at_layer("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(
             final,
-            self.embed(context.next_tokens),
+            embed_as_target(self, context.next_tokens),
             self.cache.next_slots(final.shape[1]),
             self.cache,
         )

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, R supervised rows, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 def alignment_loss(log_p: Tensor, log_q: Tensor, count: int) -> Tensor:

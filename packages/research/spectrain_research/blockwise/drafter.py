@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +19,11 @@ from spectrain.copying.trie import Trie
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.rollout import DepthRollout, Draft
 from spectrain_research.shared.nested_drafter import NestedDrafter
 
 from .ngrams import NgramModel, find_best_paths
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Blockwise(NestedDrafter):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spectrain.drafters.base import drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.base import MAX_NODES
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
@@ -24,18 +26,17 @@ from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nesting import LargerBuilder, build_nestable, union_layers
 from spectrain_research.shared.on_policy import find_on_policy
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 
 class CascadeCost(DraftingCost):
     drafter: Cascade
 
     def num_passes(self, depth: float) -> float:
-        return self.drafter.inner.cost.num_passes(min(depth, self.drafter.handover or depth))
+        return drafting_cost(self.drafter.inner).num_passes(
+            min(depth, self.drafter.handover or depth)
+        )
 
     def weights(self, target: Target) -> nn.Module:
-        return self.drafter.inner.cost.weights(target)
+        return drafting_cost(self.drafter.inner).weights(target)
 
 
 class Cascade(DrafterWrapper):

@@ -8,7 +8,6 @@ Head k, from 0, at index t predicts token t + 2 + k; token t + 1 is the target's
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,8 @@ from spectrain.drafters.layers.output_layer import make_output_layer, project_do
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class CerberusHead(nn.Module):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.chain import Chain
 from spectrain.trees.dynamic import Eagle2
@@ -40,9 +41,6 @@ from .spelling import (
     trim_partial_character,
 )
 from .warping import align_tokens, carry_probabilities, uncovered_bytes
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Universal(Drafter):

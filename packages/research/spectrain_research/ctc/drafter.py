@@ -9,7 +9,6 @@ t + 1. Their predictions, with repeats merged and blanks removed, are tokens t +
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +21,16 @@ from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, embed_as_target
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.head_layers import HeadMixer, SharedHeadDrafter, StagedAdapter
 from spectrain_research.shared.on_policy import find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 LOG_ZERO = -1e30  # the logarithm of probability 0; finite, so that differences are no NaN
 MAX_LOGITS = 2**26  # logits that training holds at a time
@@ -245,7 +242,10 @@ class Ctc(SharedHeadDrafter):
         assert batch.features is not None
         final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
         stage = self.adaptation(
-            final, self.embed(batch.tokens.roll(-1, dims=1)), batch.positions, lengths=batch.lengths
+            final,
+            embed_as_target(self, batch.tokens.roll(-1, dims=1)),
+            batch.positions,
+            lengths=batch.lengths,
         )[-1]
         labels, supervised, draftable = self.make_labels(Supervision(self, batch))
         rows = supervised > 0
@@ -325,7 +325,7 @@ class Ctc(SharedHeadDrafter):
         final = context.new_features.at_layer("final").to(self.lm_head.weight.dtype)
         stage = self.adaptation(
             final,
-            self.embed(context.next_tokens),
+            embed_as_target(self, context.next_tokens),
             self.cache.next_slots(final.shape[1]),
             self.cache,
         )[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,12 @@ from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import check_device
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.nested_rollout import NestedRollout
 from spectrain_research.shared.nesting import build_nestable
 from spectrain_research.shared.on_policy import find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ B batch, T tokens, D width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from spectrain.config.values import Steps
 from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.layers.losses import LossName
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class GatedFusion(nn.Module):

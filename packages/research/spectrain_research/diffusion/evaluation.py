@@ -78,7 +78,7 @@ class DiffusionEvaluation(Evaluation):
             for prompt in (conversation.tokenize_for(target) for conversation in self.chosen)
             if len(prompt) <= room
         ]
-        ways = self.list_ways(model)
+        ways = list_ways(self, model)
         decoded: dict[str, list[Decoded]] = {name: [] for name in ways}
         for number, prompt in enumerate(prompts):
             # The first prompt is decoded once more before, so that nothing is measured cold.
@@ -86,7 +86,7 @@ class DiffusionEvaluation(Evaluation):
                 answer = decode(prompt, self.max_new_tokens)
                 decoded[name] = [*decoded[name][:number], answer]
         rows = {
-            name: self.summarize_way(target, prompts, answers, decoded["one"])
+            name: summarize_way(target, prompts, answers, decoded["one"])
             for name, answers in decoded.items()
         }
         # An exact way has a base, whose texts it must repeat.
@@ -120,60 +120,58 @@ class DiffusionEvaluation(Evaluation):
             for name, row in summary["diffusion"].items()
         ]
 
-    def list_ways(self, model: MaskedLM) -> dict[str, Way]:
-        """Return the ways to decode, by name."""
-        size = self.block_size
-        confident = take_confident(self.threshold)
-        decoders = {
-            "one": MaskedDecoder(model, take_count(1), size),
-            "psd": MaskedDecoder(model, take_count(1), size, self.depth),
-            "two": MaskedDecoder(model, take_count(2), size),
-            "psd, two": MaskedDecoder(model, take_count(2), size, self.depth),
-            "confident": MaskedDecoder(model, confident, size),
-            "psd, confident": MaskedDecoder(model, confident, size, self.depth),
-            "ni": MaskedDecoder(model, take_final(self.threshold), size, reads_indicator=True),
-        }
-        ways: dict[str, Way] = {name: decoder.decode for name, decoder in decoders.items()}
-        fast = MaskedDecoder(model, take_count(4), size)
-        ways["four"] = fast.decode
-        ways["me-dlm"] = lambda prompt, count: refine_answer(
-            model, prompt, fast.decode(prompt, count), self.edit_passes
-        )
-        ways["dmax"] = lambda prompt, count: decode_soft(
-            model, prompt, count, size, self.threshold / 2
-        )
-        return ways
 
-    def summarize_way(
-        self, target: Target, prompts: list[list[int]], answers: list[Decoded], base: list[Decoded]
-    ) -> dict[str, Any]:
-        """Return tokens per forward and speed with intervals, rows per forward, agreement with
-        the base, and log p.
-        """
-        numbers = np.array(
-            [[len(answer.tokens), answer.num_forwards, answer.seconds] for answer in answers],
-            dtype=np.float64,
-        )
-        others = np.array(
-            [[len(answer.tokens), answer.seconds] for answer in base], dtype=np.float64
-        )
-        speed = np.concatenate([numbers[:, [0, 2]], others], axis=1)
-        same = [
-            a == b
-            for answer, other in zip(answers, base)
-            for a, b in zip(answer.tokens, other.tokens)
-        ]
-        return {
-            "tokens_per_forward": with_interval(numbers[:, :2], (1, -1)),
-            "speedup": with_interval(speed, (1, -1, -1, 1)),
-            "rows_per_forward": round(
-                sum(answer.num_rows for answer in answers)
-                / sum(answer.num_forwards for answer in answers),
-                3,
-            ),
-            "agreement": round(sum(same) / max(1, len(same)), 4),
-            "log_p": round(measure_log_p(target, prompts, answers), 4),
-        }
+def list_ways(evaluation: DiffusionEvaluation, model: MaskedLM) -> dict[str, Way]:
+    """Return the ways to decode that these settings describe, by name."""
+    size = evaluation.block_size
+    confident = take_confident(evaluation.threshold)
+    decoders = {
+        "one": MaskedDecoder(model, take_count(1), size),
+        "psd": MaskedDecoder(model, take_count(1), size, evaluation.depth),
+        "two": MaskedDecoder(model, take_count(2), size),
+        "psd, two": MaskedDecoder(model, take_count(2), size, evaluation.depth),
+        "confident": MaskedDecoder(model, confident, size),
+        "psd, confident": MaskedDecoder(model, confident, size, evaluation.depth),
+        "ni": MaskedDecoder(model, take_final(evaluation.threshold), size, reads_indicator=True),
+    }
+    ways: dict[str, Way] = {name: decoder.decode for name, decoder in decoders.items()}
+    fast = MaskedDecoder(model, take_count(4), size)
+    ways["four"] = fast.decode
+    ways["me-dlm"] = lambda prompt, count: refine_answer(
+        model, prompt, fast.decode(prompt, count), evaluation.edit_passes
+    )
+    ways["dmax"] = lambda prompt, count: decode_soft(
+        model, prompt, count, size, evaluation.threshold / 2
+    )
+    return ways
+
+
+def summarize_way(
+    target: Target, prompts: list[list[int]], answers: list[Decoded], base: list[Decoded]
+) -> dict[str, Any]:
+    """Return tokens per forward and speed with intervals, rows per forward, agreement with
+    the base, and log p.
+    """
+    numbers = np.array(
+        [[len(answer.tokens), answer.num_forwards, answer.seconds] for answer in answers],
+        dtype=np.float64,
+    )
+    others = np.array([[len(answer.tokens), answer.seconds] for answer in base], dtype=np.float64)
+    speed = np.concatenate([numbers[:, [0, 2]], others], axis=1)
+    same = [
+        a == b for answer, other in zip(answers, base) for a, b in zip(answer.tokens, other.tokens)
+    ]
+    return {
+        "tokens_per_forward": with_interval(numbers[:, :2], (1, -1)),
+        "speedup": with_interval(speed, (1, -1, -1, 1)),
+        "rows_per_forward": round(
+            sum(answer.num_rows for answer in answers)
+            / sum(answer.num_forwards for answer in answers),
+            3,
+        ),
+        "agreement": round(sum(same) / max(1, len(same)), 4),
+        "log_p": round(measure_log_p(target, prompts, answers), 4),
+    }
 
 
 def with_interval(columns: np.ndarray, signs: tuple[int, ...]) -> list[float]:

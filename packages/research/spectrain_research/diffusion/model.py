@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.config.plain_files import read_json_object
-from spectrain.drafters.layers.llama_layer import Attention, Mlp, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, Rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention
@@ -119,7 +119,7 @@ class MaskedLM(nn.Module):
         self.edit_head = nn.Linear(config.width, 4)
         self.edit_states = nn.Linear(config.width, config.width)
         self.indicator = nn.Sequential(nn.Linear(config.width + 3, 64), nn.SiLU(), nn.Linear(64, 1))
-        self.rotary = make_rotary(llama)
+        self.rotary = Rotary(llama)
 
     @classmethod
     @torch.no_grad()

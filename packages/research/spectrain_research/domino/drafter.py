@@ -8,7 +8,6 @@ width of the correction, V draft vocabulary, R judged drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +19,10 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, LowRankDrafter
+from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout, gather_by_depth
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,9 @@ class Domino(LowRankDrafter):
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
         """Return the cross-entropies of the corrected logits and of DFlash's own."""
-        prefixes = drafts.select_judged(self.prefix_gru(self.embed(drafts.previous_tokens))[0])
+        prefixes = drafts.select_judged(
+            self.prefix_gru(embed_as_target(self, drafts.previous_tokens))[0]
+        )
         terms = self.correct(drafts.hidden, prefixes, drafts.depths)
         weights = drafts.decayed_weights(self.decay)
         joint = torch.cat([drafts.hidden, terms], dim=-1)
@@ -147,7 +147,8 @@ class _Corrected(CarriedRollout):
     def step(self, depth: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         drafter = self.drafter
         flat, _ = drafter.prefix_gru(
-            drafter.embed(tokens).flatten(0, 1)[:, None], state.flatten(0, 1)[None].contiguous()
+            embed_as_target(drafter, tokens).flatten(0, 1)[:, None],
+            state.flatten(0, 1)[None].contiguous(),
         )
         state = flat[:, 0].unflatten(0, tokens.shape)
         terms = drafter.correct(gather_by_depth(self.states, depth), state, depth)

@@ -7,7 +7,7 @@ Shapes: B batch, N nodes, E exits, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +18,14 @@ from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
+from spectrain.models.head import Head
 from spectrain.models.partial_forward import NodeLevel, PartialForward
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .ladder import ExitLadder
 from .threshold import ThresholdEstimator
-
-if TYPE_CHECKING:
-    from spectrain.models.head import Head
-    from spectrain.models.target import Target
 
 
 class Exits(Drafter):

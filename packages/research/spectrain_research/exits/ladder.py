@@ -5,7 +5,6 @@ batch, N nodes, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from torch import Tensor
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import TreeCache
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class ExitLadder:

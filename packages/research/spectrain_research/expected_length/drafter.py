@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import BatchShape, StepCost
 from spectrain.kernels.linear_divergence import DivergenceResult, linear_divergence
+from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
 from .loss import RecordedRates, expected_length, length_gradient, weighted_loss
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class ExpectedLength(Eagle3):

@@ -10,7 +10,6 @@ entry e of it predicts feature e + S.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +23,24 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.llama_layer import (
     Attention,
     Mlp,
+    Rotary,
     append_and_attend,
     llama_config,
-    make_rotary,
 )
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter, embed_as_target
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.randomness import ANCHORS, NOISE, sequence_generator, unpadded_length
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.on_policy import find_on_policy
 
 from .rollout import BlockRollout
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 LstmState = tuple[Tensor, Tensor]  # hidden and cell state, [layers, B, D] each
 
@@ -144,7 +141,7 @@ class Falcon(VocabularyDrafter):
         )
         self.attention = Attention(config, width)
         self.mlp = Mlp(config)
-        self.rotary = make_rotary(config)
+        self.rotary = Rotary(config)
         rows = target.head.vocab_size
         self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
         self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
@@ -162,7 +159,9 @@ class Falcon(VocabularyDrafter):
         """Return the inputs z [.., D] of entries from features [.., D] and the tokens [..] after
         them.
         """
-        return self.fuse(torch.cat([features.to(self.dtype), self.embed(tokens)], dim=-1))
+        return self.fuse(
+            torch.cat([features.to(self.dtype), embed_as_target(self, tokens)], dim=-1)
+        )
 
     def project_inputs(
         self, states: Tensor, rope: tuple[Tensor, Tensor]

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.llama_layer import append_and_attend
+from spectrain.drafters.layers.llama_layer import Rotary, append_and_attend
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.rollout import Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 
 class FeatureBlocks(Protocol):
@@ -23,7 +23,7 @@ class FeatureBlocks(Protocol):
 
     block_size: int
     lstm: nn.LSTM
-    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    rotary: Rotary
 
     def fuse_inputs(self, features: Tensor, tokens: Tensor) -> Tensor: ...
 

@@ -7,18 +7,16 @@ Shapes: B batch, F frontier nodes, R nodes that were run, V draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain.config.values import Count
 from spectrain.drafters.context import Context
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.nested_drafter import NestedDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class GraphRollout(Rollout):

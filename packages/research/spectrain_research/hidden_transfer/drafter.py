@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +19,11 @@ from spectrain.drafters.layers.tree_masks import mask_rows
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.partial_forward import PartialForward
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 
 from .transfer import StateTransfer, resolve_transfer_layer, transfer_states
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ in decoding those of the path.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,15 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
-from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
+from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision, embed_as_target
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain_research.shared.head_layers import PrefixAttention
 from spectrain_research.shared.on_policy import OnPolicy, find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class HydraHead(nn.Module):
@@ -130,7 +127,7 @@ class Hydra(HeadsDrafter):
         states = batch.features.at_layer("final").to(next(self.parameters()).dtype)
         if self.prefix is not None:
             states = self.prefix(states, batch.positions, lengths=batch.lengths)
-        embedded = self.embed(batch.tokens)
+        embedded = embed_as_target(self, batch.tokens)
 
         def head_input(k: int) -> Tensor:
             rows = supervision.is_supervised(k)
@@ -175,7 +172,7 @@ class _Path(Rollout):
         self.draft_ids = drafter.draft_ids
         self.depth_limit: int = len(drafter.heads)
         # [B, nodes, depth + 1, D], unused past a node's depth
-        self.path_embeddings = drafter.embed(root)[:, None, None]
+        self.path_embeddings = embed_as_target(drafter, root)[:, None, None]
         self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
 
     def start(self) -> Tensor:
@@ -190,7 +187,7 @@ class _Path(Rollout):
         )
         depth_index = depth[:, :, None, None].expand(-1, -1, 1, path_embeddings.shape[-1])
         path_embeddings = path_embeddings.scatter(
-            2, depth_index, self.drafter.embed(tokens)[:, :, None]
+            2, depth_index, embed_as_target(self.drafter, tokens)[:, :, None]
         )
         self.path_embeddings, self.depth = (
             torch.cat([self.path_embeddings, path_embeddings], dim=1),

@@ -6,7 +6,7 @@ Shapes: B texts, P new positions, K kept positions, D target width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import LossName
 from spectrain.models.kv_cache import TreeCache
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class PrunedImages(Eagle3):

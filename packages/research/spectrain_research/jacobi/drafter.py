@@ -9,7 +9,7 @@ nodes, D target width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, keyed_generator, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
@@ -33,9 +34,6 @@ from spectrain_research.shared.purposes import TRAJECTORY
 
 from .sampled_window import SampledWindow
 from .trajectories import Trajectories, TrajectoryBlocks
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Jacobi(Drafter):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,11 +19,9 @@ from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
 from spectrain.randomness import sequence_generator
 from spectrain_research.shared.purposes import TRAJECTORY
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ t + 1, and predicts token t + 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,27 +20,28 @@ from torch import Tensor, nn
 from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, InitialFit, SavedFiles
+from spectrain.drafters.context import Context
 from spectrain.drafters.layers.fitted_start import label_positions, measure_fit
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.unrolled_attention import unrolled_attention
-from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter, judge_rows
+from spectrain.drafters.layers.vocabulary import (
+    Supervision,
+    VocabularyDrafter,
+    embed_as_target,
+    judge_rows,
+)
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.errors import UserError
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
+from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.features import Features, Layer
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
+from spectrain.trees.token_tree import TokenTree
 
 from .predictor import StatePredictor, count_fit, fit_predictor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from spectrain.drafters.context import Context
-    from spectrain.features.batch import Batch
-    from spectrain.models.cache_types import AttentionOptions
-    from spectrain.models.features import Features, Layer
-    from spectrain.models.target import Target
-    from spectrain.trees.token_tree import TokenTree
 
 LayerKeysValues = list[tuple[Tensor, Tensor]]  # keys and values [B, K, T, D] per layer
 
@@ -142,7 +144,7 @@ class Jump(VocabularyDrafter):
         """
         rows = label_positions(batch, 0)
         features = batch.input_features
-        embedded = self.embed(batch.tokens.roll(-1, dims=1))
+        embedded = embed_as_target(self, batch.tokens.roll(-1, dims=1))
         states = features.at_layer(self.jump_layer).roll(-1, dims=1)
         return embedded[rows], self.read_sources(features)[rows], states[rows]
 
@@ -166,7 +168,7 @@ class Jump(VocabularyDrafter):
         """Return the predicted states [B, T, W] at tokens [B, T], from the sources [B, T, S W] at
         the tokens before them.
         """
-        states: Tensor = self.predictor(self.embed(tokens), sources)
+        states: Tensor = self.predictor(embed_as_target(self, tokens), sources)
         return states
 
     def run_later_layers(

@@ -9,7 +9,6 @@ and predicts token t + 1.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,9 @@ from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.llama_layer import (
     Attention,
+    Rotary,
     final_norm_scale,
     llama_config,
-    make_rotary,
 )
 from spectrain.drafters.layers.losses import LossName, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
@@ -31,12 +30,10 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.on_policy import OnPolicy, find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Kangaroo(SelfDrafter):
@@ -73,7 +70,7 @@ class Kangaroo(SelfDrafter):
         self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, target.width)
         self.norm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
-        self.rotary = make_rotary(config)
+        self.rotary = Rotary(config)
         self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:

@@ -8,20 +8,18 @@ context.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.dspark import DSpark, DSparkConfig
+from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
 from spectrain.drafters.layers.llama_layer import NormedAttention, apply_rotary, llama_config
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
-
-if TYPE_CHECKING:
-    from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
-    from spectrain.models.target import Target
 
 
 class MixedAttention(NormedAttention):

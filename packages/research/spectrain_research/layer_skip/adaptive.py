@@ -7,7 +7,7 @@ Shapes: B batch, P new positions, L layers of the target, D its width, R answer 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,10 @@ from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import SkippedLayer
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
 from .sets import SetScorer, Text, rank_layers
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 RIDGE = 1.0  # penalty of the probe's weights, per answer token of the calibration
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, SkippedLayer, Sublayer
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain_research.shared.rewinding import rewind_tokens
 
@@ -33,9 +34,6 @@ from .sets import (
     split_layer,
     tokens_per_forward,
 )
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class LayerSkipping(SelfDrafter):

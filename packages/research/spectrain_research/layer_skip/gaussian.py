@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spectrain.models.forward_plan import Sublayer
+from spectrain.models.target import Target
 
 from .sets import LayerSet, SetScorer, Text, is_valid, merge_halves, split_layer
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 NOISE = 1e-4  # variance of a score, relative to that of all scores
 NUM_CANDIDATES = 256

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,7 @@ from spectrain.models.forward_plan import (
     Sublayer,
     layer_index,
 )
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
+from spectrain.models.target import Target
 
 Text = tuple[list[int], list[int]]  # a prompt and the target's answer
 LayerSet = frozenset[SkippedLayer]

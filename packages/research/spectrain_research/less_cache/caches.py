@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +19,13 @@ from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.cache_types import AttentionOptions, KVTransform, QueryObserver
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain_research.less_cache.bytes_read import slot_bytes
 
 from .codecs import KVCodec
 from .key_selectors import KeySelector, SelectionInput, most_recent
 from .quantized_kv import Bits, QuantizedGroups, quantize_groups
 from .ragged_selectors import KVCompressSelector, mask_unselected
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @contextmanager

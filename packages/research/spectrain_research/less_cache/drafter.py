@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
@@ -23,6 +23,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -50,9 +51,6 @@ from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nesting import LargerBuilder, build_nestable
 from spectrain_research.shared.rewinding import rewind_tokens
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 DraftCache = Literal[
     "full",
     "window",
@@ -78,7 +76,7 @@ class SelfDraftCost(DraftingCost):
     def extra_nodes(self, builder: TreeBuilder) -> int:
         helper = self.drafter.helper
         return self.drafter.guesses * (1 + builder.max_drafted) + (
-            0 if helper is None else helper.cost.extra_nodes(builder)
+            0 if helper is None else drafting_cost(helper).extra_nodes(builder)
         )
 
     def weights(self, target: Target) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.notes import EXTENSION_NOTES
 from spectrain.models.target import Target
@@ -77,7 +77,7 @@ def count_traffic(
     """Return the traffic of one answer to a prompt, or None for a drafter that does not count
     its reads.
     """
-    cost = drafter.cost
+    cost = drafting_cost(drafter)
     if not isinstance(cost, SelfDraftCost) or not target.architecture.attention_layers:
         return None
     length = min(NUM_DECODED_TOKENS, target.max_length - len(prompt))

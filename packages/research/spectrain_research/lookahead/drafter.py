@@ -7,8 +7,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from spectrain.copying.trie import Trie
@@ -17,14 +15,12 @@ from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, keyed_generator
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain_research.shared.phrase_pool import PhrasePool
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class LookaheadCost(DraftingCost):

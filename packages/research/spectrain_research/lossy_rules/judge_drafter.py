@@ -8,7 +8,6 @@ R alternatives of a batch, D width. acceptance=judge uses the trained probe, wit
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +25,11 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
 from spectrain.randomness import sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain_research.lossy_rules.labels import GivenLabels
 from spectrain_research.shared.purposes import JUDGED
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class DraftJudge(Drafter):

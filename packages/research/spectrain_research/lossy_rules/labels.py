@@ -4,7 +4,7 @@ file (Judge decoding, Bachmann et al., 2025, arXiv 2501.19309, section 4). Shape
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from spectrain.data.chat import decode_with_starts, tokenize_conversation
 from spectrain.data.files import read_rows
 from spectrain.data.messages import parse_conversation
 from spectrain.errors import UserError
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 COLUMN = "wrong"
 

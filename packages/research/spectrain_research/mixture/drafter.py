@@ -8,8 +8,6 @@ after the cut t reads token t + 1 + k, sees the states up to t, and predicts tok
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -20,29 +18,27 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.llama_layer import (
     Mlp,
     NormedAttention,
+    Rotary,
     append_and_attend,
     apply_rotary,
     final_norm_scale,
     llama_config,
-    make_rotary,
 )
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.state_rollout import StateDrafter, StateRollout
-from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
+from spectrain.drafters.layers.vocabulary import Supervision, embed_as_target, judge_rows
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.randomness import ANCHORS, sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain_research.shared.head_layers import HeadAttention, SharedHeadDrafter
 from spectrain_research.shared.on_policy import find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Rope = tuple[Tensor, Tensor]
 
@@ -117,7 +113,7 @@ class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
             width, min(vocab_size, target.head.vocab_size), head_rank
         )
         self.add_vocabulary(min(vocab_size, target.head.vocab_size), target.head.vocab_size)
-        self.rotary = make_rotary(config)
+        self.rotary = Rotary(config)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary, copy the target's output layer, and start the last norm
@@ -197,7 +193,7 @@ class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
         mixed = state.run_checkpointed(self.mix_layers, self.stack_layers(batch.features))
         tokens = batch.tokens.roll(-1, dims=1)
         context_rope, rope = (self.rotary(mixed, batch.positions + shift) for shift in (0, 1))
-        x = self.embed(tokens)
+        x = embed_as_target(self, tokens)
         attention = self.self_attention
         x = x + attention.attend_causal(
             *attention.project_qkv(self.input_norm(x), rope), batch.lengths
@@ -230,7 +226,7 @@ class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
         slots = cache.next_slots(mixed.shape[1])
         num_new = context.num_new[:, None]
         context_rope, rope = (self.rotary(mixed, slots + shift) for shift in (0, 1))
-        x = self.embed(context.next_tokens)
+        x = embed_as_target(self, context.next_tokens)
         attention = self.self_attention
         x = x + attention.attend_cached(
             *attention.project_qkv(self.input_norm(x), rope), cache, None, 0
@@ -258,7 +254,7 @@ class MixtureOfAttentions(SharedHeadDrafter, StateDrafter):
         of their parents, not read.
         """
         assert visible is not None
-        x = self.embed(tokens)
+        x = embed_as_target(self, tokens)
         rope = self.rotary(x, positions + 1)
         attention = self.self_attention
         x = x + attention.attend_cached(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,9 @@ from spectrain.data.datastore import hash_vocabulary
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError, first_line
 from spectrain.files import make_folder_once
+from spectrain.models.target import Target
 
 from .proposals import TableDrafter, TableTree
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 FACTS_FILE = "table.json"
 # Texts of one token that the target runs at once: logits of 64 texts take 12 MB at 50,000 tokens.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from spectrain.config.values import Count, NotNegative
 from spectrain.copying.suffixes import TEXT_END
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 
 from .proposals import TableDrafter, TableTree
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Pair = tuple[int, int]
 

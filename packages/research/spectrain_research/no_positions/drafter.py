@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularyS
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import LossName
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class NoRotation:

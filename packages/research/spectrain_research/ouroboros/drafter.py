@@ -7,7 +7,7 @@ Shapes: B batch, N nodes, M added nodes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from spectrain.copying.trie import Trie
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import InnerCost
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -23,9 +24,6 @@ from spectrain_research.shared.nested_drafter import NestedDrafter
 from spectrain_research.shared.phrase_pool import PhrasePool
 
 from .phrases import find_agreeing_runs
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 PHRASES_PER_TOKEN = 16  # phrases that the pool retains for a first token
 

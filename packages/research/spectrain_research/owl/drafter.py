@@ -8,7 +8,6 @@ V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,9 @@ from spectrain.drafters.layers.mask_blocks import MaskBlocks
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout
 from spectrain_research.shared.learned_masks import LearnedMasks
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Owl(LearnedMasks):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spectrain.config.values import Count
 from spectrain.copying.trie import Trie
@@ -15,13 +15,11 @@ from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
 from spectrain.drafters.layers.copies import CopySource
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.estimates import RunningMean
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 # Drafted rounds of a text after which the drafter's tokens are known well enough to do without it.
 FIRST_ROUNDS = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.on_policy import find_on_policy
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Variant = Literal["kept", "dropped", "pooled"]
 """What a drafter reads of an image: all its tokens, none of them, or a few."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spectrain.decoding.session import PromptLoader
+from spectrain.drafters.base import drafting_cost
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
@@ -49,7 +50,9 @@ class PruneSweep(PruningExtension, GridSweep):
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         drafter, builder, rule = candidate.drafter, candidate.builder, candidate.rule
-        rows = exits_of(candidate.target, self.exits, max(1, drafter.cost.first_verified_layer()))
+        rows = exits_of(
+            candidate.target, self.exits, max(1, drafting_cost(drafter).first_verified_layer())
+        )
         self.grid = Grid("prune", "prune_layer", "prune_top", rows, tuple(sorted(set(self.tops))))
         systems = []
         for layer in self.grid.rows:

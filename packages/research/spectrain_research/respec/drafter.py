@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +19,13 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain_research.shared.nested_rollout import NestedRollout
 from spectrain_research.shared.nesting import build_nestable
 
 from .relaxed import CopiedTree, mark_copies
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class RootEntropyRollout(NestedRollout):

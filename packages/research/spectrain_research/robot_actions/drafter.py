@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,10 +15,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass

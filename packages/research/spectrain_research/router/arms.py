@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.device import synchronize_device
 from spectrain.models.features import Features, Layer
 from spectrain.trees.rollout import Rollout
 from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nested_rollout import NestedRollout
-
-if TYPE_CHECKING:
-    from spectrain.drafters.base import Drafter
 
 PRIOR_RATE = 0.5  # the acceptance rate of a drafter without observations
 

@@ -11,16 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -29,9 +30,6 @@ from spectrain_research.shared.nesting import build_several, union_layers
 from .arms import Arm, Hedge, Stopwatch
 from .voting import VotingRollout
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 MAX_UNREAD = 64  # tokens that a drafter may leave unread: reading them needs cache slots
 NUM_TIMED_ROUNDS = 9  # rounds whose median time counts: other work may slow half of them
 NUM_TRIALS = 4  # rounds that every drafter drafts at the start, to be timed
@@ -39,10 +37,14 @@ NUM_TRIALS = 4  # rounds that every drafter drafts at the start, to be timed
 
 class RouterCost(DraftingCost):
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        return MAX_UNREAD + max(drafter.cost.extra_nodes(builder) for drafter in self.drafter.inner)
+        return MAX_UNREAD + max(
+            drafting_cost(drafter).extra_nodes(builder) for drafter in self.drafter.inner
+        )
 
     def num_passes(self, depth: float) -> float:
-        return max(float(drafter.cost.num_passes(depth)) for drafter in self.drafter.inner)
+        return max(
+            float(drafting_cost(drafter).num_passes(depth)) for drafter in self.drafter.inner
+        )
 
 
 class DrafterRouter(Drafter):

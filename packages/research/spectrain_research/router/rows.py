@@ -12,17 +12,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spectrain.config.values import Count
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -32,9 +33,6 @@ from spectrain_research.shared.nesting import build_several, union_layers
 from .arms import PRIOR_RATE, Stopwatch
 from .groups import GroupedRollout, GroupPart, select_context
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
 NUM_TIMED_ROUNDS = 9  # rounds whose median time counts: other work may slow half of them
 PRIOR_WEIGHT = 4.0  # observations of its own that the rate over all texts counts for in a text
 NO_GROUP = -1  # the drafter of a text that is done
@@ -42,10 +40,14 @@ NO_GROUP = -1  # the drafter of a text that is done
 
 class RowRouterCost(DraftingCost):
     def extra_nodes(self, builder: TreeBuilder) -> int:
-        return int(max(drafter.cost.extra_nodes(builder) for drafter in self.drafter.inner))
+        return int(
+            max(drafting_cost(drafter).extra_nodes(builder) for drafter in self.drafter.inner)
+        )
 
     def num_passes(self, depth: float) -> float:
-        return float(sum(drafter.cost.num_passes(depth) for drafter in self.drafter.inner))
+        return float(
+            sum(drafting_cost(drafter).num_passes(depth) for drafter in self.drafter.inner)
+        )
 
 
 class RowRouter(Drafter):

@@ -12,21 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
+from spectrain.decoding.generation import Generation
 from spectrain.drafters.layers.losses import forward_kl, reverse_kl
 from spectrain.features.batch import Batch, RowLoss, collate, pad_or_pack
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
 from .drawn_windows import WindowBatch
-
-if TYPE_CHECKING:
-    from spectrain.decoding.generation import Generation
 
 NOT_PAST_ERROR = -1  # the distance of a token that was accepted, or never drafted
 

@@ -5,19 +5,17 @@ Shapes: B batch, T tokens, R rows, D target width, K heads or slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.llama_layer import Attention, Mlp, llama_config, make_rotary
+from spectrain.drafters.layers.llama_layer import Attention, Mlp, Rotary, llama_config
 from spectrain.drafters.layers.output_layer import init_output_layer
 from spectrain.drafters.layers.vocabulary import VocabularyDrafter
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.kv_cache import TreeCache
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class PrefixAttention(nn.Module):
@@ -33,7 +31,7 @@ class PrefixAttention(nn.Module):
         self.self_attn = Attention(config, target.width)
         self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
-        self.rotary = make_rotary(config)
+        self.rotary = Rotary(config)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,12 +12,10 @@ from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper, wrapper_capabilities
 from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .nesting import build_nestable
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class NestedDrafter(DrafterWrapper):

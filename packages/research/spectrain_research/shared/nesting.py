@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.inner_drafters import build_inner
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder, WrappedBuilder
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 def build_nestable(

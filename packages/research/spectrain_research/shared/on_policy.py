@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import TYPE_CHECKING
 
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -17,9 +16,7 @@ from spectrain.drafters.layers.block_drafter import BlockDrafter
 from spectrain.drafters.layers.inner_drafters import DrafterWrapper
 from spectrain.drafters.layers.vocabulary import VocabularyDrafter
 from spectrain.drafters.peagle import PEagle
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 @dataclass(frozen=True)

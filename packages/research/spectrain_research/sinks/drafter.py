@@ -7,7 +7,7 @@ M appended nodes, S sinks, W window.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.attention import attend_per_document
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 
 class Sinks(Eagle3):

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, K masks, D target width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain_research.shared.learned_masks import LearnedMasks
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Space(LearnedMasks):

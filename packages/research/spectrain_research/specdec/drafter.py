@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,12 +24,10 @@ from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .network import QueryNetwork
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,12 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Losses, TrainingState
-from spectrain.drafters.capabilities import SettingsSearch
+from spectrain.drafters.capabilities import SettingsSearch, Text
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.eagle_layers import EagleAttentionFn
 from spectrain.features.batch import Batch
+from spectrain.models.target import Target
 from spectrain.trees import Chain
-
-if TYPE_CHECKING:
-    from spectrain.drafters.capabilities import Text
-    from spectrain.models.target import Target
 
 
 class Subnet(NamedTuple):

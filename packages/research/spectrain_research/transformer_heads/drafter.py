@@ -9,7 +9,7 @@ Head k, from 0, at index t reads the target's states up to t and predicts token 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,9 @@ from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.lora import TargetTraining
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
 from spectrain_research.shared.head_layers import PrefixAttention, SharedHeadDrafter
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class TransformerHeads(SharedHeadDrafter):

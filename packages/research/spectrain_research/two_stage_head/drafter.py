@@ -7,7 +7,7 @@ Shapes: V vocabulary, D width, B batch, F frontier nodes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import Projection
+from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
 from .head import FirstStage, choose_candidates, spread_candidates
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class TwoStageHead(Eagle3):

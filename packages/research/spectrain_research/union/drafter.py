@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, drafting_cost
 from spectrain.drafters.capabilities import Capabilities, DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder, WrappedBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
@@ -21,9 +22,6 @@ from spectrain_research.shared.copy_rollout import as_rollout
 from spectrain_research.shared.nesting import build_several, union_layers
 
 from .tree import merge_trees
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 # Distance between the seeds of two drafters, whose draws must be independent.
 SEED_STEP = 1_000_003
@@ -35,12 +33,12 @@ class UnionCost(DraftingCost):
     def extra_nodes(self, builder: TreeBuilder) -> int:
         inner: Any = self.drafter.inner
         return (len(inner) - 1) * builder.budget + int(
-            max(drafter.cost.extra_nodes(builder) for drafter in inner)
+            max(drafting_cost(drafter).extra_nodes(builder) for drafter in inner)
         )
 
     def num_passes(self, depth: float) -> float:
         inner: Any = self.drafter.inner
-        return float(sum(drafter.cost.num_passes(depth) for drafter in inner))
+        return float(sum(drafting_cost(drafter).num_passes(depth) for drafter in inner))
 
 
 class UnionDrafter(Drafter):

@@ -8,7 +8,6 @@ draft vocabulary, R judged drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,9 @@ from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CombinedLoss, LowRankDrafter
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
+from spectrain.models.target import Target
 from spectrain.trees.growing import ChildDraw
 from spectrain.trees.rollout import MarginalRollout, Rollout
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 
 class Refiner(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.anchors import sample_anchors
+from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain.trees.growing import ChildDraw
@@ -39,7 +40,9 @@ def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Ten
     state = torch.zeros(drafter.prefix_gru.hidden_size)
     log_q = []
     for d, (token, z) in enumerate(zip(tokens, states)):
-        from_input = (drafter.prefix_gru.weight_ih_l0 @ drafter.embed(torch.tensor(token))).chunk(3)
+        from_input = (
+            drafter.prefix_gru.weight_ih_l0 @ embed_as_target(drafter, torch.tensor(token))
+        ).chunk(3)
         from_state = (drafter.prefix_gru.weight_hh_l0 @ state).chunk(3)
         reset, update = ((from_input[i] + from_state[i]).sigmoid() for i in range(2))
         state = (1 - update) * (from_input[2] + reset * from_state[2]).tanh() + update * state
@@ -66,7 +69,7 @@ def test_domino_steps_as_its_training_scans(shallow: Target, options: dict[str, 
     )
     tokens = torch.tensor([[TEXT[-1], *PATH[:2]]])
     terms = drafter.correct(
-        states[None], drafter.prefix_gru(drafter.embed(tokens))[0], torch.arange(3)
+        states[None], drafter.prefix_gru(embed_as_target(drafter, tokens))[0], torch.arange(3)
     )
     scanned = drafter.corrected_log_q(drafter.compute_products(states[None]), terms)[0]
     torch.testing.assert_close(log_q, scanned, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -86,7 +87,9 @@ def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -
     summed over every index before an assistant's token; a token that cannot be drafted ends the
     learned text."""
     drafter = make_drafter(shallow, num_slots=K, vocab_size=V)
-    drafter.use_vocabulary(torch.tensor([10, 20, 30]))
+    counts = torch.zeros(shallow.head.vocab_size)
+    counts[[10, 20, 30]] = 1
+    drafter.choose_vocabulary(counts)
     tokens = torch.tensor([[5, 6, 10, 20, 20, 30, 99, 10, 30]])
     mask = torch.tensor([[False, False, False, True, True, True, True, True, True]])
     batch = Batch(tokens, mask, shallow.features(tokens, ("final",)))
@@ -146,7 +149,7 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
     )
     batch = random_batch(shallow, ("final",), has_prompt=True)
     assert batch.features is not None
-    following = drafter.embed(batch.tokens.roll(-1, dims=1))
+    following = embed_as_target(drafter, batch.tokens.roll(-1, dims=1))
     with torch.no_grad():
         stage = drafter.adaptation(batch.features.at_layer("final"), following, batch.positions)[-1]
     for row, index, log_q in walk(drafter, shallow, batch.tokens, 3):

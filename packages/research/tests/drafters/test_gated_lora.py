@@ -29,7 +29,7 @@ from spectrain.decoding.latency import LatencyProbe
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.decoding.teacher_forcing import run_teacher_forced
-from spectrain.drafters.base import TrainingState
+from spectrain.drafters.base import TrainingState, drafting_cost
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.mask_blocks import add_blocks, replace_embeddings
 from spectrain.errors import UserError
@@ -899,9 +899,9 @@ def test_drafted_equals_greedy(
     assert max(deepest) <= min(builder.depth, MASKS) and (
         not builder.traits.is_chain or deepest == {min(builder.depth, MASKS)}
     )
-    assert recorder.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(
-        builder
-    )
+    assert recorder.rounds[0][0].tokens.shape[1] <= builder.budget + drafting_cost(
+        drafter
+    ).extra_nodes(builder)
 
 
 @pytest.mark.parametrize("sampler", [True, False])

@@ -21,6 +21,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune_drafter
+from spectrain.drafters.base import drafting_cost
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_index
 from spectrain.models.reference_model import generate
@@ -424,7 +425,9 @@ def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: Tr
     assert [generation.output for generation in generations] == [
         generation.output for generation in plain
     ]
-    assert drafter.cost.first_verified_layer() == min(int(str(part)[-1]) for part in HALVES[case])
+    assert drafting_cost(drafter).first_verified_layer() == min(
+        int(str(part)[-1]) for part in HALVES[case]
+    )
 
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)

@@ -10,6 +10,7 @@ from spectrain.copying.trie import Trie
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
+from spectrain.drafters.base import drafting_cost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
@@ -116,7 +117,7 @@ def test_output_is_the_target_s(
         assert (tree.valid & ~tree.can_emit).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
         assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
-        assert tree.tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(builder)
+        assert tree.tokens.shape[1] <= builder.budget + drafting_cost(drafter).extra_nodes(builder)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.fitted_start import label_positions
-from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.drafters.layers.vocabulary import Supervision, embed_as_target
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
@@ -118,7 +118,9 @@ def test_the_fit_leaves_less_of_the_states_than_their_mean(shallow: Target) -> N
     tokens = batch.tokens.roll(-1, dims=1)
     predictor = drafter.predictor
     with torch.no_grad():
-        inputs = predictor.read_inputs(drafter.embed(tokens), drafter.read_sources(batch.features))
+        inputs = predictor.read_inputs(
+            embed_as_target(drafter, tokens), drafter.read_sources(batch.features)
+        )
         linear_error = (predictor.fc(inputs)[rows] - states).square().mean()
         predicted = drafter.predict_states(tokens, drafter.read_sources(batch.features))[rows]
         error = (predicted - states).square().mean()

@@ -206,7 +206,7 @@ class ServedDrafter:
 
     def export_line(self, folder: Path) -> str:
         """Return the command that writes it in the layout."""
-        formats = find_row(self.layout).formats.split()
+        formats = find_row(self.layout).formats
         return shlex.join(
             ["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"]
         )

@@ -27,12 +27,12 @@ ENGINES = {
 
 def gguf_row(name: str, family: str) -> TableRow:
     """Return the row of a layout in a GGUF file."""
-    return TableRow(f"{FOLDER}.{name}", "gguf", family, ".gguf", before=FIRST)
+    return TableRow(f"{FOLDER}.{name}", ("gguf",), (family,), ".gguf", before=FIRST)
 
 
 def openvino_row(name: str, family: str) -> TableRow:
     """Return the row of a layout with OpenVINO's intermediate representation."""
-    return TableRow(f"{FOLDER}.openvino.{name}", "openvino", family, before=FIRST)
+    return TableRow(f"{FOLDER}.openvino.{name}", ("openvino",), (family,), before=FIRST)
 
 
 EXPORT = LayoutPackage(

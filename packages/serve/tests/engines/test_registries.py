@@ -67,5 +67,5 @@ def test_rows_are_those_of_the_engine(engine: str) -> None:
     rows = [support for support in list_support() if support.program == engine and support.classes]
     assert rows
     for support in rows:
-        found = [name in registry for name in support.classes.split()]
+        found = [name in registry for name in support.classes]
         assert all(found) if reads(support, version) else not any(found), (support, version)

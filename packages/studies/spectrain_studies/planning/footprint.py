@@ -21,7 +21,8 @@ from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import find_shared_linears
 from spectrain.models.target import Target
-from spectrain.runs.drafters import adapt_drafter, build_without_weights
+from spectrain.runs.drafters import build_without_weights
+from spectrain.runs.init_drafter import adapt_drafter
 from spectrain.training.adapters import select_stage_groups
 from spectrain.training.trainer import Trainer
 

@@ -19,7 +19,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
-from spectrain.runs.drafters import init_drafter
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
 from spectrain.training.trial import trial_folder

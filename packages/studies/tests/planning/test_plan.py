@@ -30,7 +30,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.runs.drafters import init_drafter
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance, record_held_out
 from spectrain_studies.planning.footprint import Models, bytes_of
