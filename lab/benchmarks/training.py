@@ -31,12 +31,11 @@ from .models import ModelGeometry, random_drafter, random_target
 def random_batch(target: Target, drafter: Eagle3, conversations: int, length: int) -> Batch:
     """Return conversations whose every token is supervised, with random features."""
     device = target.device
-    tokens = torch.randint(target.head.vocab_size, (conversations, length), device=device)
+    tokens = torch.randint(target.head.vocab_size, (conversations, length))
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)).to(device)
     shape = (conversations, length, len(drafter.layers), target.width)
-    features = Features(
-        tokens, drafter.layers, torch.randn(shape, device=device, dtype=target.dtype)
-    )
-    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
+    hidden = torch.randn(shape, device=device, dtype=target.dtype)
+    return replace(batch, features=Features(batch.tokens, drafter.layers, hidden))
 
 
 def unfused_loss(drafter: Eagle3, batch: Batch) -> Tensor:

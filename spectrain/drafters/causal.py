@@ -27,6 +27,7 @@ from spectrain.kernels.linear_divergence import HeadTarget, split_rows
 from spectrain.models.block_weights import has_block_weights
 from spectrain.models.fast import cut_output
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
@@ -189,13 +190,13 @@ class Causal(SmallModelDrafter):
         grad = torch.is_grad_enabled()
         plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute)
         features = self.model.run(batch.tokens, batch.plan_forward(plan))
-        states = features.at_layer("final")[predicts]
-        next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
+        states = select_rows(features.at_layer("final"), predicts)
+        next_tokens = select_rows(batch.tokens.roll(-1, dims=1), predicts)
         rows = batch.row_loss(predicts)
         drafter_head, target_head = (
             head.at_temperature(self.loss_temperature) for head in self.output_layers
         )
-        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
+        log_probs = HeadTarget(select_rows(batch.features.at_layer("final"), predicts), target_head)
         judged = head_loss(
             self.divergence,
             states,

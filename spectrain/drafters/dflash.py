@@ -92,10 +92,7 @@ class DFlash(BlockDrafter):
             .exp()
             for some in split_rows(len(labels))
         ]
-        chances = torch.ones(drafts.is_judged.shape, device=labels.device)
-        chances[drafts.is_judged] = (
-            torch.cat(rows)[drafts.order.argsort()] if rows else chances[drafts.is_judged]
-        )
+        chances = drafts.fill_judged(torch.cat(rows) if rows else drafts.hidden.new_zeros(0))
         reach_probs = torch.where(
             drafts.is_judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0
         ).cumprod(1)

@@ -23,6 +23,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.models.host_copies import on_host, select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
@@ -185,7 +186,8 @@ class Eagle1(FeatureLayerDrafter):
         label_index, order, step = supervision.join_steps(len(states_by_step))
         hidden = torch.cat(states_by_step).index_select(0, order)
         weight = self.step_decay**step
-        features = final[supervision.row_index >= 0].to(hidden.dtype)[label_index]
+        labels = select_rows(final, on_host(supervision.row_index) >= 0)
+        features = labels.to(hidden.dtype)[label_index]
         distance = F.smooth_l1_loss(hidden, features, reduction="none").mean(-1)
         judged = supervision.judge_with_head(
             self.head.projection, hidden, label_index, self.token_weight * weight

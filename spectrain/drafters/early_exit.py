@@ -28,6 +28,7 @@ from spectrain.kernels.linear_divergence import (
     total_entropy,
 )
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.host_copies import copy_to_device, select_rows
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
@@ -150,7 +151,7 @@ class EarlyExit(SelfDrafter):
         exits_read = sorted({*open_exits, self.exit_layer - 1})
         predicts = batch.next_is_supervised
         grad = torch.is_grad_enabled()
-        tokens = batch.tokens.roll(-1, dims=1)[predicts]
+        tokens = select_rows(batch.tokens.roll(-1, dims=1), predicts)
         original = None
         if self.self_distillation:
             original = original_log_probs(batch, target, self.target_training)
@@ -162,7 +163,8 @@ class EarlyExit(SelfDrafter):
         states = target.run(batch.tokens, plan)
         final = {
             number: target.apply_final_norm(
-                states.at_layer(number + 1)[predicts][None], grad=grad and number in open_exits
+                select_rows(states.at_layer(number + 1), predicts)[None],
+                grad=grad and number in open_exits,
             )[0]
             for number in exits_read
         }
@@ -205,12 +207,12 @@ class EarlyExit(SelfDrafter):
         count = len(final)
         device = tokens.device
         hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
-        row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
+        row_weight = copy_to_device(torch.tensor(weights, device="cpu"), device)
+        row_weight = row_weight.repeat(len(tokens))
         labels_log_probs: Callable[[slice], Tensor] | None = original
         if original is not None and count > 1:
-            labels_log_probs = original.select_rows(
-                torch.arange(len(tokens)).repeat_interleave(count)
-            )
+            rows = torch.arange(len(tokens), device="cpu").repeat_interleave(count)
+            labels_log_probs = original.select_rows(copy_to_device(rows, device))
         name = "cross_entropy" if original is None else "forward_kl"
         labels = tokens.repeat_interleave(count)
         return head_loss(

@@ -22,6 +22,7 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.vocabulary import embed_as_target
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
+from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout
 
@@ -282,7 +283,8 @@ class LiLiCorr(BlockDrafter):
         weights = drafts.decayed_weights(self.decay)
         judged = drafts.judge(self.projection, weights)
         losses = {"cross_entropy": judged.loss}
-        complete = drafts.is_judged.all(1).nonzero()[:, 0]
+        is_complete = on_host(drafts.is_judged).all(1)
+        complete = copy_to_device(is_complete.nonzero()[:, 0], drafts.states.device)
         features = drafts.batch.input_features.fuse_layers(self.fused_layers).flatten(0, 1)
         context = self.project_fused(features[drafts.anchors.token_indices[complete] - 1])
         # Without blocks, the correction still needs gradients, because other processes wait for

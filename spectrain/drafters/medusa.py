@@ -24,6 +24,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import select_rows
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
 from spectrain.trees.rollout import DepthRollout, Draft
@@ -163,10 +164,13 @@ class Medusa(HeadsDrafter):
         weight = self.heads_coefficient * self._schedule_factor(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}
         training = self.target_training
-        predicts = batch.next_is_supervised
         assert training is not None
         own_loss = language_model_loss(
-            final[predicts], batch, target, training, self.self_distillation
+            select_rows(final, batch.next_is_supervised),
+            batch,
+            target,
+            training,
+            self.self_distillation,
         )
         return Losses({"language_model": own_loss, **heads}, hits, counts)
 
@@ -178,7 +182,9 @@ class Medusa(HeadsDrafter):
         dtype = next(self.parameters()).dtype
         return self.heads_loss(
             supervision,
-            lambda k: self.heads[k].head_inputs(final[supervision.is_supervised(k)].to(dtype)),
+            lambda k: self.heads[k].head_inputs(
+                select_rows(final, supervision.is_supervised(k)).to(dtype)
+            ),
         )
 
     def _schedule_factor(self, progress: float) -> float:

@@ -30,6 +30,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import chosen_rows, copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.trees.rollout import Draft, MarginalRollout
@@ -158,21 +159,22 @@ class Pard(SmallModelDrafter):
                     lengths=blocks.lengths,
                 ),
             )
-        is_judged = blocks.supervised | (
-            blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index)
-        )
-        labels = blocks.labels[is_judged]
-        depths = blocks.mask_index[is_judged] + 1
+        # Rows are chosen on the host.
+        is_text = on_host(batch.next_is_supervised).gather(1, on_host(blocks.token_index))
+        is_judged = on_host(blocks.supervised) | (on_host(blocks.is_batch_token) & is_text)
+        labels = select_rows(blocks.labels, is_judged)
+        depths = select_rows(blocks.mask_index, is_judged) + 1
         final = batch.features.at_layer("final")
-        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[
-            is_judged
-        ]
+        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))
+        final = select_rows(final, is_judged)
         drafter_head, target_head = self.output_layers
-        share = self.shares(batch, blocks, target_head)[is_judged] if self.confidence else None
-        weights = blocks.loss_weights(is_judged, batch, share)
+        share = None
+        if self.confidence:
+            share = select_rows(self.shares(batch, blocks, target_head), is_judged)
+        weights = blocks.loss_weights(copy_to_device(is_judged, final.device), batch, share)
         judged = head_loss(
             self.divergence,
-            features_out.at_layer("final")[is_judged],
+            select_rows(features_out.at_layer("final"), is_judged),
             drafter_head,
             labels,
             HeadTarget(final, target_head),
@@ -194,14 +196,18 @@ class Pard(SmallModelDrafter):
         """
         assert batch.features is not None
         predicts = batch.next_is_supervised
-        log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
-        labels = batch.tokens.roll(-1, dims=1)[predicts]
+        log_probs = HeadTarget(select_rows(batch.features.at_layer("final"), predicts), head)
+        labels = select_rows(batch.tokens.roll(-1, dims=1), predicts)
         parts = [
             log_probs(rows).gather(-1, labels[rows, None])[:, 0] for rows in split_rows(len(labels))
         ]
         # [B, T] of the next token
-        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)
-        log_p[predicts] = torch.cat([*parts, log_p.new_zeros(0)]).double()
+        log_p = torch.zeros(predicts.numel(), dtype=torch.float64, device=predicts.device)
+        log_p = log_p.index_copy(
+            0,
+            chosen_rows(predicts, predicts.device),
+            torch.cat([*parts, log_p.new_zeros(0)]).double(),
+        ).view(predicts.shape)
         # [B, T + 1] summed over all tokens up to each position
         before = F.pad(log_p.cumsum(1), (1, 0))
         return (

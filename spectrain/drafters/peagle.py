@@ -31,6 +31,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
 
@@ -147,21 +148,26 @@ class PEagle(EagleDrafter):
         chains = all_chains.select_own(batch)
         states = self._trained_states(batch, all_chains, state)
         supervision = Supervision(self, batch)
-        is_supervised = supervision.is_supervised(0)
+        # Rows are chosen and ordered on the host.
+        is_supervised = on_host(supervision.is_supervised(0))
         rows = is_supervised.flatten().nonzero()[:, 0]
         documents = _document_index(batch)
         row_documents = batch.piece.cut_columns(documents.view_as(batch.tokens))[is_supervised]
-        label_documents = torch.cat([row_documents, documents[chains.anchors]])
-        depths = torch.cat([torch.zeros_like(rows), chains.depths])
-        own = torch.arange(len(chains.depths), device=rows.device)
+        label_documents = torch.cat([row_documents, documents[on_host(chains.anchors)]])
+        depths = torch.cat([torch.zeros_like(rows), on_host(chains.depths)])
+        own = torch.arange(len(chains.depths), device="cpu")
         state_index = torch.cat([rows, is_supervised.numel() + own])
-        label_index = torch.cat(
-            [supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]]
+        chain_rows = on_host(supervision.row_index).flatten()[on_host(chains.label_positions)]
+        label_index, order = torch.cat([on_host(supervision.label_index(0)), chain_rows]).sort(
+            stable=True
         )
-        label_index, order = label_index.sort(stable=True)
-        depths = depths[order]
         weights = chains.document_weights(label_documents)[order]
-        hidden = self.head_inputs(states[0, state_index[order]])
+        device = states.device
+        label_index, state_index, depths, weights = (
+            copy_to_device(part, device)
+            for part in (label_index, state_index[order], depths[order], weights)
+        )
+        hidden = self.head_inputs(states[0, state_index])
         loss, right = supervision.judge_states(hidden, self.lm_head, label_index, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
@@ -244,8 +250,7 @@ class PEagle(EagleDrafter):
 
 
 def _document_index(batch: Batch) -> Tensor:
-    """Return the index [N] of the document of every position."""
+    """Return the index [N] of the document of every position, on the host."""
     lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
-    return (
-        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
-    )
+    repeats = torch.tensor(lengths, device="cpu")
+    return torch.arange(len(lengths), device="cpu").repeat_interleave(repeats)

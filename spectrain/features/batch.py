@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from spectrain.data.chat import Example
 from spectrain.models.features import Features, document_positions
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import copy_to_device, on_host
 
 from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
 
@@ -90,14 +91,18 @@ class Batch:
         """The position [1, T] of every token in its document; a packed document begins where it
         is 0.
         """
-        return document_positions(self.lengths or (self.tokens.shape[1],), self.tokens.device)
+        lengths = self.lengths or (self.tokens.shape[1],)
+        return copy_to_device(document_positions(lengths, torch.device("cpu")), self.tokens.device)
 
     @property
     def next_is_supervised(self) -> Tensor:
         """[B, T] bool, True at positions whose next token is of the same document and carries
-        loss.
+        loss. It is computed on the host, so that rows may be chosen by it.
         """
-        return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
+        carries_loss = on_host(self.loss_mask) & (on_host(self.positions) > 0)
+        return copy_to_device(
+            torch.nn.functional.pad(carries_loss[:, 1:], (0, 1)), self.loss_mask.device
+        )
 
     @property
     def input_features(self) -> Features:
@@ -179,14 +184,15 @@ class Batch:
 
     def split_values(self, values: Tensor) -> list[Tensor]:
         """Return values [B, T] as those of every document, [T], on the CPU, padding included."""
-        return list(values.cpu() if self.lengths is None else values.cpu()[0].split(self.lengths))
+        host = on_host(values)
+        return list(host if self.lengths is None else host[0].split(self.lengths))
 
     @property
     def num_supervised(self) -> int:
         """Number of tokens that carry loss. A step divides its loss sum by the total over its
         batches.
         """
-        return int(self.loss_mask.sum())
+        return int(on_host(self.loss_mask).sum())
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with all tensors on `device`."""
@@ -195,7 +201,9 @@ class Batch:
     def tensors_on(self, device: torch.device | str) -> dict[str, Any]:
         """Return the fields that hold tensors, by name, with these on `device`."""
         return {
-            field.name: value.to(device)
+            field.name: copy_to_device(value, device)
+            if isinstance(value, Tensor)
+            else value.to(device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (Tensor, Features))
         }

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
@@ -31,9 +30,8 @@ from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_a
 from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape
 from .compiled_layers import attend_layer, mark_layer_done
 from .kv_cache import TreeCache
-from .masks import make_mask
+from .masks import ATTENTION_NAME as ATTENTION_NAME
 
-ATTENTION_NAME = "spectrain"  # name in transformers
 MASKED_ROWS = 1024  # positions whose mask exists at one time
 AttentionFunction = Callable[..., Tensor]
 
@@ -328,4 +326,3 @@ def attn_implementation_for(config: Any, implementation: str) -> str | dict[str,
 
 
 AttentionInterface.register(ATTENTION_NAME, layer_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, make_mask)

@@ -73,4 +73,4 @@ class Features:
 
 def document_positions(lengths: Iterable[int], device: torch.device) -> Tensor:
     """Return [1, T], the position of every token in its own document, for consecutive documents."""
-    return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    return torch.cat([torch.arange(length, device="cpu") for length in lengths])[None].to(device)

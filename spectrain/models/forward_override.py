@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .host_copies import copy_to_device
+
 Forward = Callable[..., Any]
 
 
@@ -86,11 +88,12 @@ def run_on_subset(
         dim = 1
         remaining = tuple(length for length, runs in zip(lengths, running.tolist()) if runs)
         running_tokens = running.repeat_interleave(torch.tensor(lengths))
-    index = running_tokens.nonzero()[:, 0].to(device)
+    chosen = running_tokens.nonzero()[:, 0]
     # Other processes run this layer, so a dummy runs here.
-    if not len(index):
-        index = index.new_tensor(range(lengths[0]) if lengths is not None else [0])
+    if not len(chosen):
+        chosen = chosen.new_tensor(range(lengths[0]) if lengths is not None else [0])
         remaining = lengths[:1] if lengths is not None else None
+    index = copy_to_device(chosen, device)
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run with every argument that has a part for each sequence cut to the same sequences."""

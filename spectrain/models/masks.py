@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
 
+ATTENTION_NAME = "spectrain"
+"""The name of this project's attention in transformers."""
 MaskFunction = Callable[..., Tensor]
 """(batch, head, query and key indices) -> whether the query sees the key, as transformers
 defines it.
@@ -41,11 +44,16 @@ def record_masks() -> Iterator[list[tuple[Tensor, RequestedMask]]]:
     receives.
     """
     requests: list[tuple[Tensor, RequestedMask]] = []
+    # transformers asks for masks only where a function makes them. Before it asks, it reads the
+    # positions on the host, for which a training would wait in every forward.
+    AttentionMaskInterface.register(ATTENTION_NAME, make_mask)
     _recorded.append(requests)
     try:
         yield requests
     finally:
         _recorded.pop()
+        if not _recorded:
+            del AttentionMaskInterface._global_mapping[ATTENTION_NAME]
 
 
 def make_mask(

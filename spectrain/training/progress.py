@@ -4,6 +4,7 @@ metrics since the last line.
 
 import socket
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .settings import TrainerSettings
 from .validation_history import ValidationHistory
 
 
-class RunProgress:
+class RunProgress(ABC):
     """What a run has done so far, which a checkpoint keeps."""
 
     run: Path
@@ -168,10 +169,15 @@ class RunProgress:
 
     # Metrics
 
+    @abstractmethod
+    def settle_step(self) -> None:
+        """Add the newest step to the tally, if its numbers are not read yet."""
+
     def collect_metrics(self) -> dict[str, Any]:
         """Return the means over all processes since the last call, and the data position. Every
         process must call this.
         """
+        self.settle_step()
         shared = self.parallel
         tally = self.tally
         self.take_times(with_newest=True)

@@ -96,5 +96,8 @@ class TrainingReport:
         return metrics
 
     def record_checkpoint(self, checkpoint: Path) -> None:
-        if self.metrics_file is not None:
-            self.tracker.log_checkpoint(checkpoint, self.job.step)
+        if self.metrics_file is None:
+            return
+        if type(self.tracker) is not Tracker:
+            self.job.finish_checkpoint()
+        self.tracker.log_checkpoint(checkpoint, self.job.step)

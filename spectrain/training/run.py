@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 
 from .adapters import merge_adapters, select_stage_groups
+from .checkpoint_writer import CheckpointWriter
 from .checkpoints import (
     Tally,
     TrainingResult,
@@ -45,6 +47,7 @@ from .parallel.monitor import WAITING, ProcessMonitor
 from .progress import RunProgress
 from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
+from .step_sums import BatchSums, Shares, StepSums, join_numbers
 from .stop_signals import StopSignals
 from .validation import HeldOutTexts, measure_acceptance, record_held_out
 from .validation_schedule import ValidationSchedule, count_affordable
@@ -76,6 +79,11 @@ class TrainingRun(RunProgress):
             if parallel.num_processes == 1
             else None
         )
+        self.writer = CheckpointWriter(in_background=parallel.device.type != "cpu")
+        # The step of the checkpoint that is being written, and that of its best validation.
+        self.unfinished: tuple[int, int] | None = None
+        # The newest step, until its numbers are read.
+        self.unread: StepSums | None = None
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
@@ -216,7 +224,6 @@ class TrainingRun(RunProgress):
         self._prepare_step()
         if self.threads is not None:
             self.threads.set_threads()
-        now = Tally(steps=1)
         began = time.perf_counter()
         timer = self.parallel.timer
         timer.start(data_seconds)
@@ -234,18 +241,33 @@ class TrainingRun(RunProgress):
         # gradients are averaged over processes
         scale = self.parallel.num_loss_parts / max(1, supervised)
         self.drafter.train()
+        now = StepSums(self.step + 1, Tally(steps=1, supervised=int(supervised)))
         for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
             is_last = number == len(batches)
             is_own = number <= self.num_own_batches
-            added = self._add_gradients(batch, examples, scale if is_own else 0.0, is_last)
-            now.add_tally(added if is_own else added.without_counts())
-        finite = self.parallel.step()
+            shares = Shares(
+                scale if is_own else 0.0, self.parallel.num_data_ranks, self.parallel.num_loss_parts
+            )
+            tokens = sum(len(example.tokens) for example in examples)
+            numbers, terms = self._add_gradients(batch, shares, is_last)
+            now.batches.append(BatchSums(numbers, terms, shares, tokens, is_own))
+        now.start_reading(self.parallel.step())
         timer.end()
         self.take_times(with_newest=False)
-        self._record_threads(time.perf_counter() - began, now.tokens)
-        now.supervised = int(supervised)
-        self._finish_step(now, finite)
+        self._record_threads(time.perf_counter() - began, sum(b.tokens for b in now.batches))
+        self.settle_step()
+        self.step += 1
+        self.unread = now
+        if not self.reads_late:
+            self.settle_step()
         return True
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether the numbers of a step are read after the next one has started. Averages of the
+        weights have to know at once whether a step was left out.
+        """
+        return self.averages is None and self.parallel.steps_without_host
 
     def _record_threads(self, seconds: float, tokens: int) -> None:
         """Record the time of a step by its tokens, and print the first choice of a number of
@@ -324,42 +346,40 @@ class TrainingRun(RunProgress):
         return batch
 
     def _add_gradients(
-        self, batch: Batch, examples: list[Example], scale: float, is_last: bool
-    ) -> Tally:
-        """Add a batch to the gradients, as the last of a step or not; what it adds to the tally."""
+        self, batch: Batch, shares: Shares, is_last: bool
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """Add a batch to the gradients, as the last of a step or not; return its numbers, on the
+        device, and the names of its losses.
+        """
         state = TrainingState(
             self.step, self.step / self.num_steps, self.trainer.gradient_checkpointing
         )
         losses = self.parallel.loss(batch, state, is_last)
-        total = losses.total * scale
+        total = losses.total * shares.scale
         if is_last:
             self.monitor.report_status(self.step, WAITING)
         self.parallel.backward(total, is_last)
-        share = self.parallel.num_data_ranks
-        terms = {name: float(term.detach()) * scale / share for name, term in losses.terms.items()}
-        tokens = sum(len(example.tokens) for example in examples)
-        parts = self.parallel.num_loss_parts / share
-        hits, counts = (
-            (part.detach().float() * parts).tolist() for part in (losses.hits, losses.counts)
-        )
-        return Tally(
-            float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts
-        )
+        return join_numbers(losses, total, shares), tuple(losses.terms)
 
-    def _finish_step(self, step_tally: Tally, is_finite: bool) -> None:
-        """Count a step as done, or as skipped because its gradient is not finite."""
-        self.step += 1
+    def settle_step(self) -> None:
+        """Count the step whose numbers are not read yet, if there is one, as done, or as skipped
+        because its gradient is not finite.
+        """
+        if self.unread is None:
+            return
+        unread, self.unread = self.unread, None
+        step_tally, is_finite = unread.read_numbers()
         if is_finite:
             self.skipped_in_a_row = 0
             if self.averages is not None:
-                self.averages.update_averages(self.named_parameters(), self.step)
+                self.averages.update_averages(self.named_parameters(), unread.step)
             self.tally.add_tally(step_tally)
             return
         self.skipped = self.skipped + 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1
         if self.parallel.is_main:
             print(
-                f"spectrain: training: step {self.step} is left out: its gradient is not finite",
+                f"spectrain: training: step {unread.step} is left out: its gradient is not finite",
                 file=sys.stderr,
             )
 
@@ -420,6 +440,7 @@ class TrainingRun(RunProgress):
                 measure_acceptance(self.drafter, self.target, self.held_out)
             )[0]
             forecast = measured.metrics["forecast"]
+            self.finish_checkpoint()
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
             seconds = self.parallel.all_gather(time.perf_counter() - began)[0]
             self.validation_history.add_seconds(seconds)
@@ -437,8 +458,12 @@ class TrainingRun(RunProgress):
     # Ending
 
     def save(self) -> None:
-        """Save a checkpoint of the run from the main process. Every process must call this."""
+        """Save a checkpoint of the run from the main process, on a GPU beside the next steps. Every
+        process must call this.
+        """
         shared = self.parallel
+        self.settle_step()
+        self.finish_checkpoint()
         self.source.flush()
         weights = shared.gather_trained_weights(self.drafter, self.target)
         tensors, numbers = shared.gather_optimizer_state()
@@ -453,15 +478,36 @@ class TrainingRun(RunProgress):
                 tensors |= {
                     f"ema.{name}": tensor.cpu() for name, tensor in self.averages.averages.items()
                 }
+            if self.writer.in_background and shared.device.type == "cpu":
+                # Those on a GPU have been copied.
+                weights, tensors = (
+                    {name: tensor.clone() for name, tensor in part.items()}
+                    for part in (weights, tensors)
+                )
             progress = self.state_dict(position, tallies, numbers)
             path = checkpoint_path(self.run, self.step)
             self.monitor.report_status(self.step, "saving a checkpoint")
-            save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)
-            delete_best_except(self.run, {self.validation_history.best_step})
-        self.saved_step = self.step
-        self.saved_best_step = self.validation_history.best_step
+            keep = self.trainer.keep_checkpoints
+            self.writer.start_write(
+                partial(save_checkpoint, path, weights, tensors, progress, keep)
+            )
+        self.unfinished = (self.step, self.validation_history.best_step)
+        if not self.writer.in_background:
+            self.finish_checkpoint()
         self.monitor.report_status(self.step, WAITING)
         shared.wait_for_all()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the newest checkpoint is written, and delete the best weights that it
+        surpasses; until then those of the checkpoint before it are kept.
+        """
+        if self.unfinished is None:
+            return
+        if self.parallel.is_main:
+            self.writer.wait_for_write()
+            delete_best_except(self.run, {self.unfinished[1]})
+        self.saved_step, self.saved_best_step = self.unfinished
+        self.unfinished = None
 
     def save_and_stop(self, stop: StopSignals) -> NoReturn:
         """Save and raise RunInterrupted, after a stop signal to this process or another, or
@@ -471,8 +517,10 @@ class TrainingRun(RunProgress):
         run for finished nor waits for launchers that the signal has ended: torchrun waits for them
         after a status of 0, for five minutes.
         """
+        self.finish_checkpoint()
         if self.step > self.saved_step:
             self.save()
+            self.finish_checkpoint()
         failures = [
             failure
             for failure in self.parallel.all_gather(self.source_failure)
@@ -504,6 +552,7 @@ class TrainingRun(RunProgress):
 
     def abort(self) -> NoReturn:
         """Raise a RunError after too many skipped steps in a row."""
+        self.finish_checkpoint()
         checkpoint = latest_checkpoint(self.run)
         where = (
             f"the last good checkpoint is {checkpoint}"
@@ -519,6 +568,7 @@ class TrainingRun(RunProgress):
         """Raise a RunError if every step was left out, or every step of a resumed training of
         two steps or more.
         """
+        self.settle_step()
         num_steps = self.step - self.first_step
         if self.skipped_in_a_row == num_steps > 0 and (num_steps > 1 or self.first_step == 0):
             rest = f" after step {self.first_step}" if self.first_step else ""
@@ -532,6 +582,7 @@ class TrainingRun(RunProgress):
         """Restore the full drafter on the main process and the target as an ordinary model;
         return the result.
         """
+        self.finish_checkpoint()
         parameters = self.named_parameters()
         if self.averages is not None:
             self.averages.copy_to(parameters)

@@ -39,12 +39,12 @@ class UpdateRule(ABC):
 
 
 def _can_fuse(groups: ParameterGroups) -> bool:
-    """Tell whether all parameters are plain ones on a CPU, where one pass over memory updates
-    them in a sixth of the time.
+    """Tell whether all parameters are plain ones on a CPU or on NVIDIA's or AMD's GPUs, where one
+    pass over memory updates them: on a CPU in a sixth of the time.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(
-        type(parameter) is nn.Parameter and parameter.device.type == "cpu"
+        type(parameter) is nn.Parameter and parameter.device.type in ("cpu", "cuda")
         for parameter in parameters
     )
 

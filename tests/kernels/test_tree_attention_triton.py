@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -228,12 +229,40 @@ def test_float32_blocks_equal_the_reference(
     )
 
 
-@pytest.mark.parametrize("head_size", [16, 80, 512])
+@pytest.mark.parametrize("head_size", [16, 80, 256, 512])
 def test_other_head_sizes_equal_the_reference(
     head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head sizes that are padded to a power of two, and the largest one."""
+    """Head sizes that are padded to a power of two, and the largest ones."""
     assert_agrees(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
+
+
+@pytest.mark.parametrize("num_new", [127, 128, 129])
+def test_nodes_at_the_edges_of_two_words_equal_the_reference(
+    num_new: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node less than two words of 64 bits, exactly two, and one more; behind nothing."""
+    assert_agrees(Case(num_new, prefix=0, shape="random", dtype=torch.float16), monkeypatch)
+
+
+def test_keys_may_be_more_than_32_bits_apart(large_blocks: None) -> None:
+    """The cache of a large batch of long texts has more than 2^31 elements; of this memory only
+    what is used is touched."""
+    (query, _, _, visibility), *_ = inputs_of(Case(prefix=6, ragged=True, dtype=torch.float16))
+    rows = slice(0, 2)
+    names = ("lengths", "tree", "query_positions", "key_positions")
+    visibility = replace(visibility, **{name: getattr(visibility, name)[rows] for name in names})
+    slots = visibility.longest + query.shape[2]
+    apart = 1 << 31
+    # half of it is where 32 bits would lead to
+    memory = torch.empty(2 * apart + slots * 64, dtype=torch.float16)
+    cache = memory.as_strided((2, 2, slots, 32), (apart, 32, 64, 1), apart)
+    cache.copy_(torch.randn(cache.shape))
+    actual = tree_attention(query[rows], cache, cache, visibility, 0.2)
+    expected = tree_attention_reference(
+        query[rows].double(), cache.double(), cache.double(), visibility, 0.2
+    )
+    torch.testing.assert_close(actual.double(), expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("sizes", [(48, 32), (32, 80)])

@@ -117,3 +117,21 @@ def test_every_line_of_the_script_runs(image_environment: dict[str, str], tmp_pa
     missed = [min(lines) for lines in list_commands() if not lines & executed]
     lines = SCRIPT.read_text().splitlines()
     assert not missed, [lines[number - 1] for number in missed]
+
+
+def test_the_list_of_unknowns_follows_the_script() -> None:
+    """docs/engine.md lists in at most ten lines what only a card can tell, each with the part that
+    asks it: first those of `first`, in its order, then parts that are called by themselves."""
+    page = (ROOT / "docs" / "engine.md").read_text()
+    listed = re.findall(
+        r"^\d+\. (`[^:]+):", page[page.index("in the order of the script's") :], re.M
+    )
+    script = SCRIPT.read_text()
+    body = script[script.index("\nfirst() {") : script.index("\nnext_part() {")]
+    asked = list(dict.fromkeys(re.findall(r'next_part (\w+ \w+) "', body)))
+    parts = [re.findall(r"`([\w ]+)`", line) for line in listed]
+    assert 1 <= len(parts) <= 10
+    inside = [part for line in parts for part in line if " " in part]
+    assert inside == [part for part in asked if part in inside] and len(inside) > 5
+    outside = [part for line in parts[len(inside) :] for part in line]
+    assert outside and all(f"\n{part}() {{" in script for part in outside)

@@ -322,6 +322,28 @@ def test_other_ways_resume(jobs: Jobs) -> None:
         assert_resumed(jobs, family, sharding)
 
 
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_with_another_number_of_processes(jobs: Jobs) -> None:
+    """Started on two processes whose FSDP2 shards are saved as full tensors, a run goes on with
+    one, and one that one process began goes on with two; losses and weights are those of the
+    undisturbed run."""
+    options = {**EPOCH, "sharding": "fsdp2"}
+    alone = {**options, "accumulate": 2}
+    train_job(jobs.make_job("eagle3", "spread", alone, count=32, leave=4))
+    status, stderr = run_workers(
+        [
+            jobs.make_job("eagle3", "gathered", options, count=32, leave=4),
+            jobs.make_job("eagle3", "undisturbed", options, count=32),
+            jobs.make_job("eagle3", "spread", options, count=32),
+        ],
+        jobs.folder,
+    )
+    assert status == 0, stderr[-4000:]
+    train_job(jobs.make_job("eagle3", "gathered", alone, count=32))
+    for name in ("gathered", "spread"):
+        assert_same(jobs.get_run("eagle3", "undisturbed"), jobs.get_run("eagle3", name))
+
+
 def test_a_run_goes_on_with_another_number_of_processes(trained_jobs: Jobs) -> None:
     """Started on two processes and resumed on one with twice the batches, a run has the same
     losses.

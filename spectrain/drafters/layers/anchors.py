@@ -22,6 +22,7 @@ from torch import Tensor
 from spectrain.features.batch import Batch
 from spectrain.features.context_piece import ContextPiece, RowOwners
 from spectrain.kernels.dispatch import kernels_enabled
+from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.randomness import ANCHORS, sequence_generator
 
 from .chunked_attention import Chunk, attend_chunks
@@ -49,23 +50,22 @@ class Anchors:
         """The document [A] of each anchor, and the number of supervised tokens of every
         document.
         """
-        counts = torch.tensor(
-            [count for count, _ in self.document_sizes], device=self.token_indices.device
-        )
-        document = torch.arange(
-            len(self.document_sizes), device=self.token_indices.device
-        ).repeat_interleave(counts)
-        return document, torch.tensor(
-            [tokens for _, tokens in self.document_sizes], device=self.token_indices.device
-        )
+        counts, tokens = torch.tensor(self.document_sizes, device="cpu").view(-1, 2).unbind(1)
+        document = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        device = self.token_indices.device
+        return copy_to_device(document, device), copy_to_device(tokens.contiguous(), device)
 
     def select_anchors(self, own: Tensor) -> Anchors:
         """Return these anchors, of ascending indices."""
-        counts = (
-            self.supervised_tokens[0][own].bincount(minlength=len(self.document_sizes)).tolist()
-        )
+        own = on_host(own)
+        documents = on_host(self.supervised_tokens[0])[own]
+        counts = documents.bincount(minlength=len(self.document_sizes)).tolist()
         sizes = tuple((count, tokens) for count, (_, tokens) in zip(counts, self.document_sizes))
-        return Anchors(self.token_indices[own], self.positions[own], sizes)
+        indices, positions = (
+            copy_to_device(on_host(part)[own], part.device)
+            for part in (self.token_indices, self.positions)
+        )
+        return Anchors(indices, positions, sizes)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,10 @@ def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
         sizes.append((len(sampled), int(mask[1:].sum())))
         start += len(tokens)
     device = batch.tokens.device
-    return Anchors(torch.cat(indices).to(device), torch.cat(positions).to(device), tuple(sizes))
+    token_indices, in_documents = (
+        copy_to_device(torch.cat(parts), device) for parts in (indices, positions)
+    )
+    return Anchors(token_indices, in_documents, tuple(sizes))
 
 
 def sees_context(
@@ -210,8 +213,8 @@ def iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
     """
     size = max(1, CHUNK_SLOTS // slots)
     first = 0
-    indices = anchors.token_indices.tolist()
-    starts = anchors.document_starts.tolist()
+    indices = on_host(anchors.token_indices).tolist()
+    starts = (on_host(anchors.token_indices) - on_host(anchors.positions)).tolist()
     for count, _ in anchors.document_sizes:
         for begin in range(first, first + count, size):
             end = min(begin + size, first + count)

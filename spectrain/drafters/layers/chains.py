@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.features.batch import Batch
+from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.randomness import CHAINS, sequence_generator
 
 from .chunked_attention import attend_chunks
@@ -61,33 +62,35 @@ class Chains:
         """The positions [C] where the target predicts the same tokens as the masks: one before
         the predicted token.
         """
-        return self.anchors + self.depths + 1
+        positions = on_host(self.anchors) + on_host(self.depths) + 1
+        return copy_to_device(positions, self.anchors.device)
 
     def select_own(self, batch: Batch) -> Chains:
         """Return the chains whose anchors stand at the columns that this process runs."""
         if batch.piece.is_whole:
             return self
-        own = batch.piece.find_own(self.anchors % batch.tokens.shape[1])
+        anchors, depths = (on_host(part) for part in (self.anchors, self.depths))
+        own = batch.piece.find_own(anchors % batch.tokens.shape[1])
         chunks = []
         begin = 0
-        is_own = torch.zeros(len(self.depths), dtype=torch.bool).index_fill(0, own.cpu(), True)
+        is_own = torch.zeros(len(depths), dtype=torch.bool, device="cpu").index_fill(0, own, True)
         for masks, tokens in self.chunks:
             count = int(is_own[masks].sum())
             chunks += [(slice(begin, begin + count), tokens)] if count else []
             begin += count
-        return replace(
-            self, anchors=self.anchors[own], depths=self.depths[own], chunks=tuple(chunks)
+        own_anchors, own_depths = (
+            copy_to_device(part[own], batch.tokens.device) for part in (anchors, depths)
         )
+        return replace(self, anchors=own_anchors, depths=own_depths, chunks=tuple(chunks))
 
     def document_weights(self, documents: Tensor) -> Tensor:
         """Return the loss weights [R] of predictions of these documents; those of a document sum
         to its supervised tokens.
         """
         shares = torch.tensor(
-            [tokens / max(judged, 1) for judged, tokens in self.document_sizes],
-            device=documents.device,
+            [tokens / max(judged, 1) for judged, tokens in self.document_sizes], device="cpu"
         )
-        return shares[documents]
+        return copy_to_device(shares, documents.device)[documents]
 
 
 def sample_chains(batch: Batch, drop: ConditionalDrop, step: int) -> Chains:
@@ -115,10 +118,10 @@ def sample_chains(batch: Batch, drop: ConditionalDrop, step: int) -> Chains:
         sizes.append((int(mask[2:].sum()) + len(anchor), int(mask[1:].sum())))
         first_token = first_token + len(tokens)
         num_masks = num_masks + len(anchor)
-    device = batch.tokens.device
-    return Chains(
-        torch.cat(anchors).to(device), torch.cat(depths).to(device), tuple(chunks), tuple(sizes)
+    all_anchors, all_depths = (
+        copy_to_device(torch.cat(parts), batch.tokens.device) for parts in (anchors, depths)
     )
+    return Chains(all_anchors, all_depths, tuple(chunks), tuple(sizes))
 
 
 def _sample_document(

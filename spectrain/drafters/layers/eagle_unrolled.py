@@ -19,6 +19,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS, attend_rows
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.host_copies import copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 
 from ..step_cost import BatchShape, Run, StepCost
@@ -60,26 +61,24 @@ class WindowRows:
             return None
         first = [max(0, start - 1 - num_steps) for start, _ in batch.loss_windows]
         widths = [end - begin for begin, (_, end) in zip(first, batch.loss_windows)]
-        device = batch.tokens.device
         if batch.lengths is None:
             length = batch.tokens.shape[1]
             width = max(widths)
             if width >= length:
                 return None
             first = [min(begin, length - width) for begin in first]
+            index = torch.tensor(first, device="cpu")[:, None] + torch.arange(width, device="cpu")
             return cls(
-                torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device),
-                tuple(first),
-                cut_first=cut_first,
+                copy_to_device(index, batch.tokens.device), tuple(first), cut_first=cut_first
             )
         if widths == [*batch.lengths]:
             return None
         starts = accumulate(batch.lengths[:-1], initial=0)
         parts = [
-            torch.arange(start + begin, start + begin + width, device=device)
+            torch.arange(start + begin, start + begin + width, device="cpu")
             for start, begin, width in zip(starts, first, widths)
         ]
-        index = torch.cat(parts)[None]
+        index = copy_to_device(torch.cat(parts)[None], batch.tokens.device)
         return cls(index, tuple(first), tuple(widths), batch.lengths, cut_first)
 
     def cuts(self, step: int) -> bool:
@@ -88,9 +87,10 @@ class WindowRows:
 
     def take(self, part: Tensor) -> Tensor:
         """Return the positions [B, W, ..] of values [B, T, ..]."""
+        index = on_host(self.index) if part.device.type == "cpu" else self.index
         if part.dim() == 2:
-            return part.expand(len(self.index), -1).gather(1, self.index)
-        return torch.stack([row[columns] for row, columns in zip(part, self.index)])
+            return part.expand(len(index), -1).gather(1, index)
+        return torch.stack([row[columns] for row, columns in zip(part, index)])
 
     def take_heads(self, heads: Tensor) -> Tensor:
         """Return the positions [B, H, W, D] of heads [B, H, T, D]."""
@@ -164,10 +164,10 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         rows = WindowRows.select(batch, count, cuts_first) if batch.piece.is_whole else None
         states = list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
-            is_supervised = supervision.is_supervised(step)
+            is_supervised = on_host(supervision.is_supervised(step))
             if rows is not None and rows.cuts(step):
                 is_supervised = rows.take(is_supervised)
-            states.append(hidden[is_supervised])
+            states.append(select_rows(hidden, is_supervised))
         return states
 
     def unroll_steps(

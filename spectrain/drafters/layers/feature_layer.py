@@ -16,6 +16,7 @@ from spectrain.drafters.capabilities import OutputLayerCost
 from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
+from spectrain.models.host_copies import select_rows
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
@@ -84,7 +85,7 @@ class FeatureLayerDrafter(StateDrafter):
             inputs = hidden.detach() if self.detach else hidden
             hidden, new_kv = state.run_checkpointed(self.run_step, batch, inputs, step, step_kv[:])
             step_kv.append(new_kv)
-            states_by_step.append(hidden[supervision.is_supervised(step)])
+            states_by_step.append(select_rows(hidden, supervision.is_supervised(step)))
         return states_by_step
 
     # Decoding

@@ -20,6 +20,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import chosen_rows, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.randomness import NOISE, sequence_generator
 
@@ -146,7 +147,8 @@ class GatedMasks(MaskDrafter):
         rows: Tensor | None = None,
         hosts: Tensor | None = None,
     ) -> Iterator[None]:
-        rows = (mask_index >= 0).flatten().nonzero()[:, 0] if rows is None else rows
+        if rows is None:
+            rows = chosen_rows(on_host(mask_index) >= 0, mask_index.device)
         with ExitStack() as stack:
             stack.enter_context(self.insert_inputs(target, mask_index, rows, hosts))
             if self.rank and len(rows):
@@ -193,12 +195,13 @@ class GatedMasks(MaskDrafter):
             )
         final = features.at_layer("final")
         states, is_judged = self.read_masks(final, blocks)
-        labels = blocks.labels[is_judged]
-        mask_index = blocks.mask_index[is_judged]
+        labels = select_rows(blocks.labels, is_judged)
+        mask_index = select_rows(blocks.mask_index, is_judged)
         anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))
-        anchors = anchors[is_judged]
+        anchors = select_rows(anchors, is_judged)
         with torch.no_grad():
-            previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[is_judged])
+            tokens = batch.tokens.gather(1, blocks.token_index)
+            previous = self.head.embed(select_rows(tokens, is_judged))
         inputs = {"masks": states}
         if self.sampler is not None:
             inputs["sampler"] = self.sampler(states, previous).to(states.dtype)
@@ -252,7 +255,7 @@ class GatedMasks(MaskDrafter):
         """Return the states [R, D] that are judged, from those [B, N, D] of all tokens, and where
         [B, N] their labels are.
         """
-        return final[blocks.supervised], blocks.supervised
+        return select_rows(final, blocks.supervised), blocks.supervised
 
     def prefixes(
         self, batch: Batch, step: int, progress: float = 0.0

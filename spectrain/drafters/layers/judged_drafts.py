@@ -14,6 +14,7 @@ from torch import Tensor
 from spectrain.drafters.base import Losses
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection
+from spectrain.models.host_copies import copy_to_device, on_host
 
 from .anchors import Anchors
 from .vocabulary import Supervision
@@ -57,32 +58,39 @@ class JudgedDrafts:
         self.piece = batch.piece
         states = self.states  # [A, K, W]
         self.num_drafts = states.shape[1]
-        rows = supervision.row_index.flatten()
-        depths = torch.arange(self.num_drafts, device=rows.device)
-        positions = anchors.token_indices[:, None] + depths
+        device = states.device
+        # Drafts are chosen on the host.
+        rows = on_host(supervision.row_index).flatten()
+        depths = torch.arange(self.num_drafts, device="cpu")
+        positions = on_host(anchors.token_indices)[:, None] + depths
         label_index = torch.where(
             positions < len(rows), rows[positions.clamp(max=len(rows) - 1)], -1
         )
-        self.token_indices = positions  # [A, K] of the positions whose next token is drafted
-        self.is_judged = (label_index >= 0).long().cumprod(1).bool()  # [A, K]
-        self.label_index, self.order = label_index[self.is_judged].sort(stable=True)  # [R]
+        is_judged = (label_index >= 0).long().cumprod(1).bool()  # [A, K]
+        label_index, order = label_index[is_judged].sort(stable=True)  # [R]
+        judged = is_judged.flatten().nonzero()[:, 0][order]
+        # [A, K] of the positions whose next token is drafted
+        self.token_indices = copy_to_device(positions, device)
+        self.is_judged = copy_to_device(is_judged, device)
+        self.label_index = copy_to_device(label_index, device)
+        # [R] the drafts among the A K
+        self.judged = copy_to_device(judged, device)
         tokens = F.pad(batch.tokens.flatten(), (0, self.num_drafts))
         # [A, K] tokens of the data before each draft, and at its position.
-        self.previous_tokens = tokens[positions]
-        self.tokens = tokens[positions + 1]
+        self.previous_tokens = tokens[self.token_indices]
+        self.tokens = tokens[self.token_indices + 1]
         # [R, W], [R]
         self.hidden = self.select_judged(states)
-        self.depths = self.select_judged(depths.expand_as(positions))
+        self.depths = self.judged % self.num_drafts
 
     def select_judged(self, slots: Tensor) -> Tensor:
         """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
-        return slots[self.is_judged][self.order]
+        return slots.flatten(0, 1).index_select(0, self.judged)
 
     def fill_judged(self, rows: Tensor) -> Tensor:
         """Undo `select_judged` for rows [R]: return [A, K], zero at drafts that are not judged."""
-        values = torch.zeros(self.is_judged.shape, dtype=rows.dtype, device=rows.device)
-        values[self.is_judged] = rows[self.order.argsort()]
-        return values
+        values = torch.zeros(self.is_judged.numel(), dtype=rows.dtype, device=rows.device)
+        return values.index_copy(0, self.judged, rows).view(self.is_judged.shape)
 
     def normalize_weights(self, weights: Tensor) -> Tensor:
         """Scale weights [A, K] of drafts so that those of a document sum to its number of

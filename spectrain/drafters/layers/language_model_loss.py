@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.host_copies import select_rows
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
 
@@ -23,7 +24,7 @@ def language_model_loss(
 
     It is the cross-entropy of the data or, with `self_distillation`, KL(original || trained).
     """
-    tokens = batch.tokens.roll(-1, dims=1)[batch.next_is_supervised]
+    tokens = select_rows(batch.tokens.roll(-1, dims=1), batch.next_is_supervised)
     target_log_probs = original_log_probs(batch, target, training) if self_distillation else None
     loss_name = "forward_kl" if self_distillation else "cross_entropy"
     return head_loss(loss_name, states, target.head.projection, tokens, target_log_probs).loss
@@ -36,5 +37,5 @@ def original_log_probs(batch: Batch, target: Target, training: TargetTraining) -
     """
     with training.use_original(target) as original:
         features = original.features(batch.tokens, ("final",), batch.lengths)
-        final = features.at_layer("final")[batch.next_is_supervised]
+        final = select_rows(features.at_layer("final"), batch.next_is_supervised)
         return TargetLogProbs(HeadTarget(final, original.head.projection))

@@ -18,6 +18,7 @@ from torch import Tensor
 from spectrain.features.batch import PLAIN_ROWS, RowLoss
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
 from spectrain.kernels.row_kl import TargetLogits
+from spectrain.models.host_copies import on_host
 
 
 def acceptance_rate(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -219,6 +220,6 @@ class RowSubset:
         return self.source.target_logits(covering).select_rows(offsets)
 
     def _covering_slice(self, rows: slice) -> tuple[slice, Tensor]:
-        indices = self.label_index[rows]
-        first, last = indices[[0, -1]].tolist()
-        return slice(first, last + 1), indices - first
+        ends = on_host(self.label_index)[rows]
+        first = int(ends[0])
+        return slice(first, int(ends[-1]) + 1), self.label_index[rows] - first

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.features.batch import Batch
+from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 
 EMBEDDING_CHUNK = 4096  # rows of an embedding that are read together
@@ -41,6 +42,15 @@ class MaskBlocks:
     chain_index: Tensor
     lengths: tuple[int, ...] | None = None  # of packed documents, masks included
 
+    def to(self, device: torch.device) -> MaskBlocks:
+        """Return the blocks with all tensors on a device."""
+        tensors: dict[str, Any] = {
+            field.name: copy_to_device(value, device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
+
     @property
     def prefix_end_index(self) -> Tensor:
         """The index [B, N] in the batch of the last token of a mask's prefix; an ordinary
@@ -56,8 +66,9 @@ class MaskBlocks:
     @property
     def is_batch_token(self) -> Tensor:
         """[B, N] bool, True at the batch's own tokens."""
-        return self.anchor_index == torch.arange(
-            self.anchor_index.shape[1], device=self.anchor_index.device
+        anchors = on_host(self.anchor_index)
+        return copy_to_device(
+            anchors == torch.arange(anchors.shape[1], device="cpu"), self.anchor_index.device
         )
 
     def loss_weights(self, selected: Tensor, batch: Batch, share: Tensor | None = None) -> Tensor:
@@ -68,17 +79,20 @@ class MaskBlocks:
         """
         count = len(selected) if self.lengths is None else len(self.lengths)
         device = selected.device
-        slot_documents = torch.arange(count, device=device)[:, None]
-        token_documents = torch.arange(count, device=device)[:, None]
+        # Documents are counted on the host.
+        selected = on_host(selected)
+        numbers = torch.arange(count, device="cpu")
+        slot_documents = token_documents = numbers[:, None]
         if self.lengths is not None and batch.lengths is not None:
             slot_documents, token_documents = (
-                torch.arange(count).repeat_interleave(torch.tensor(lengths)).to(device)[None]
+                numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))[None]
                 for lengths in (self.lengths, batch.lengths)
             )
-        tokens = torch.bincount(
-            token_documents.expand_as(batch.tokens)[batch.loss_mask], minlength=count
+        token_counts = torch.bincount(
+            token_documents.expand(batch.tokens.shape)[on_host(batch.loss_mask)], minlength=count
         )
-        documents = slot_documents.expand_as(selected)[selected]
+        tokens = copy_to_device(token_counts, device)
+        documents = copy_to_device(slot_documents.expand(selected.shape)[selected], device)
         share = torch.ones_like(documents, dtype=torch.float32) if share is None else share
         totals = share.new_zeros(count).index_add(0, documents, share)
         return (tokens / totals.clamp(min=torch.finfo(totals.dtype).tiny))[documents] * share
@@ -128,21 +142,22 @@ def add_blocks(
     document, and `mask_tokens` the tokens at a document's masks, in this order.
     """
     mask_tokens = [[] for _ in prefixes] if mask_tokens is None else mask_tokens
+    device = batch.tokens.device
+    tokens = on_host(batch.tokens)
+    is_supervised = on_host(batch.next_is_supervised)
     if batch.lengths is None:
-        return _make_blocks(batch.tokens, batch.next_is_supervised, prefixes, mask_tokens)
+        return _make_blocks(tokens, is_supervised, prefixes, mask_tokens, device).to(device)
     rows = zip(
-        batch.tokens.split(batch.lengths, dim=1),
-        batch.next_is_supervised.split(batch.lengths, dim=1),
+        tokens.split(batch.lengths, dim=1),
+        is_supervised.split(batch.lengths, dim=1),
         prefixes,
         mask_tokens,
     )
-    return _pack_blocks(
-        [
-            _make_blocks(tokens, next_is_supervised, [document_prefixes], [document_masks])
-            for tokens, next_is_supervised, document_prefixes, document_masks in rows
-        ],
-        batch.lengths,
-    )
+    parts = [
+        _make_blocks(tokens, is_supervised, [document_prefixes], [document_masks], device)
+        for tokens, is_supervised, document_prefixes, document_masks in rows
+    ]
+    return _pack_blocks(parts, batch.lengths).to(device)
 
 
 def _pack_blocks(parts: list[MaskBlocks], lengths: tuple[int, ...]) -> MaskBlocks:
@@ -173,8 +188,11 @@ def _make_blocks(
     next_is_supervised: Tensor,
     prefixes: list[list[tuple[int, int]]],
     mask_tokens: list[list[int]],
+    device: torch.device,
 ) -> MaskBlocks:
-    """Add blocks of masks to documents that have a row each, [B, T]."""
+    """Add blocks of masks to documents that have a row each, [B, T], on the host; only what sees
+    what is computed on the device.
+    """
     count, length = tokens.shape
     slots = [
         [(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes
@@ -182,20 +200,14 @@ def _make_blocks(
     width = max(map(len, slots), default=0)
     # 1. Pad the masks of all rows to one width; every padding slot is a block of its own.
     filled = [row + [(-1 - n, 0, -1) for n in range(width - len(row))] for row in slots]
-    device = tokens.device
-    block, prefix, number = (
-        torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
-    )
+    numbers = torch.tensor(filled, dtype=torch.int64, device="cpu").view(count, width, 3)
+    block, prefix, number = numbers.unbind(-1)
     masks = torch.tensor(
-        [row + [0] * (width - len(row)) for row in mask_tokens], dtype=torch.int64, device=device
+        [row + [0] * (width - len(row)) for row in mask_tokens], dtype=torch.int64, device="cpu"
     ).view(count, width)
-    # 2. Tokens see earlier tokens; masks see their prefix and the masks of their block up to
-    #    themselves.
-    order = torch.arange(length, device=device)
-    causal = (order <= order[:, None]).expand(count, -1, -1)
-    same_chain = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
-    token_rows = torch.cat([causal, causal.new_zeros(count, length, width)], dim=2)
-    mask_rows = torch.cat([order <= prefix[..., None], same_chain], dim=2)
+    # 2. Which token sees which.
+    visible = _make_visible(copy_to_device(numbers, device), length)
+    order = torch.arange(length, device="cpu")
     # 3. Positions and labels: a mask has the label of the token at its position.
     positions = torch.cat(
         [order.expand(count, -1), (prefix + 1 + number).clamp(max=length - 1)], dim=1
@@ -209,13 +221,27 @@ def _make_blocks(
         torch.cat([tokens, masks], dim=1),
         positions,
         mask_index,
-        torch.cat([token_rows, mask_rows], dim=1),
+        visible,
         is_in_text & next_is_supervised.gather(1, positions),
         tokens.roll(-1, dims=1).gather(1, positions),
         positions,
         positions,
         torch.cat([torch.full_like(tokens, -1), block], dim=1),
     )
+
+
+def _make_visible(numbers: Tensor, length: int) -> Tensor:
+    """Return [B, N, N] bool: tokens see earlier tokens; masks, given as block, prefix and number
+    [B, M, 3], see their prefix and the masks of their block up to themselves.
+    """
+    block, prefix, number = numbers.unbind(-1)
+    count, width = block.shape
+    order = torch.arange(length, device=block.device)
+    causal = (order <= order[:, None]).expand(count, -1, -1)
+    same_chain = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
+    token_rows = torch.cat([causal, causal.new_zeros(count, length, width)], dim=2)
+    mask_rows = torch.cat([order <= prefix[..., None], same_chain], dim=2)
+    return torch.cat([token_rows, mask_rows], dim=1)
 
 
 @contextmanager

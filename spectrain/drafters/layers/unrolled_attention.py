@@ -88,7 +88,8 @@ def is_mergeable(q: Tensor, v: Tensor) -> bool:
     if q.shape[-1] != v.shape[-1]:
         return False
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.device.type == "cpu" or (q.device.type == "cuda" and half and supports_flash(q))
+    is_gpu = q.device.type in ("cuda", "meta")
+    return q.device.type == "cpu" or (is_gpu and half and supports_flash(q))
 
 
 def merged_attention(

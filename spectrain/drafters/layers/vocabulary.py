@@ -21,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 from spectrain.models.head import Head
+from spectrain.models.host_copies import copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
@@ -207,15 +208,15 @@ class Supervision:
         # Labels of a cross-entropy: the data's tokens, or the target's most likely ones.
         label_source: Literal["data", "target"] = "data",
     ) -> None:
-        self.drafter, self.positions, self.piece = drafter, batch.positions, batch.piece
-        # The earliest prediction is that of token 2, at position 0.
-        is_predicted = batch.select_labels(batch.next_is_supervised & (batch.positions > 0))
-        self.row_index = torch.full(
-            batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device
-        )
-        self.row_index[is_predicted] = torch.arange(
-            int(is_predicted.sum()), device=batch.tokens.device
-        )
+        self.drafter, self.piece = drafter, batch.piece
+        self.device = batch.tokens.device
+        self.positions = on_host(batch.positions)
+        # The earliest prediction is that of token 2, at position 0. Rows are numbered on the host.
+        chosen = batch.select_labels(on_host(batch.next_is_supervised) & (self.positions > 0))
+        is_predicted = copy_to_device(chosen, self.device)
+        rows = torch.full(chosen.shape, -1, dtype=torch.int64, device="cpu")
+        rows[chosen] = torch.arange(int(chosen.sum()), device="cpu")
+        self.row_index = copy_to_device(rows, self.device)
         self.rows = batch.row_loss(is_predicted)
         self.target_log_probs: TargetLogProbs | None = None
         if (
@@ -223,14 +224,14 @@ class Supervision:
             and label_source == "data"
             and self.rows.divergence is None
         ):
-            self.labels = batch.tokens.roll(-1, dims=1)[is_predicted]
+            self.labels = select_rows(batch.tokens.roll(-1, dims=1), is_predicted)
         else:
             if final is None:
                 assert batch.features is not None
                 final = batch.features.at_layer("final")
             uses_target_mass = drafter.divergence in ACCEPTANCE_LOSSES
             self.labels, log_probs = restrict_target(
-                final[is_predicted[:, batch.feature_columns]],
+                select_rows(final, chosen[:, batch.feature_columns]),
                 drafter.head.projection,
                 drafter.draft_ids,
                 uses_target_mass,
@@ -250,21 +251,22 @@ class Supervision:
         )
 
     def _row_index_at(self, step: int) -> Tensor:
-        """Return the row [B, T] of the label of position t at a step; -1 where nothing is
-        supervised.
+        """Return the row [B, t] of the label of every position that this process runs at a step,
+        on the host; -1 where nothing is supervised.
         """
-        return shift_labels(self.row_index, self.positions, step, -1)
+        labels = shift_labels(on_host(self.row_index), self.positions, step, -1)
+        return self.piece.cut_columns(labels)
 
     def is_supervised(self, step: int) -> Tensor:
         """Return [B, T] bool: the positions that are supervised at a step, of those that this
         process runs.
         """
-        return self.piece.cut_columns(self._row_index_at(step)) >= 0
+        return copy_to_device(self._row_index_at(step) >= 0, self.device)
 
     def label_index(self, step: int) -> Tensor:
         """Return the rows [R] of the labels of a step's supervised positions."""
-        rows = self.piece.cut_columns(self._row_index_at(step))
-        return rows[rows >= 0]
+        rows = self._row_index_at(step)
+        return copy_to_device(rows[rows >= 0], self.device)
 
     def join_steps(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Join the labels of the first `count` steps, ordered by row, so that labels which steps
@@ -273,15 +275,14 @@ class Supervision:
         Returns the rows [R] of the labels, their indices in the concatenated steps, and their
         steps.
         """
-        step_labels = [self.label_index(step) for step in range(count)]
+        step_labels = [on_host(self.label_index(step)) for step in range(count)]
         label_index, order = torch.cat(step_labels).sort(stable=True)
-        return (
-            label_index,
-            order,
-            torch.cat([torch.full_like(labels, step) for step, labels in enumerate(step_labels)])[
-                order
-            ],
+        steps = [torch.full_like(labels, step) for step, labels in enumerate(step_labels)]
+        label_index, order, step = (
+            copy_to_device(part, self.device)
+            for part in (label_index, order, torch.cat(steps)[order])
         )
+        return label_index, order, step
 
     def judge_states(
         self,

@@ -94,10 +94,17 @@ class ParallelStrategy(ABC):
         """Add to the gradients. After the last batch of a step they are averaged over processes."""
 
     @abstractmethod
-    def step(self) -> bool:
-        """Clip the gradients and step. Return False, and change nothing, where the gradients are
-        not finite.
+    def step(self) -> Tensor:
+        """Clip the gradients and step. Return [] bool on any device, whether they are finite; where
+        they are not, nothing changes.
         """
+
+    @property
+    def steps_without_host(self) -> bool:
+        """Whether the optimizer itself leaves a step out whose gradients are not finite, so that
+        the host need not know: torch's fused ones do. On a CPU nobody waits for a device.
+        """
+        return self.device.type != "cpu" and bool(self.optimizer.defaults.get("fused"))
 
     @abstractmethod
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -227,12 +234,16 @@ class ReplicatedStrategy(ParallelStrategy):
         """Return the parameters that this stage trains, in the order of its groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def step(self) -> bool:
+    def step(self) -> Tensor:
         self.timer.mark_first("computed")
         self._average_target_gradients()
         self.timer.mark("exchanged")
-        finite = bool(torch.isfinite(self._clip_gradients()))
-        if finite:
+        finite = torch.isfinite(self._clip_gradients())
+        if self.steps_without_host:
+            # As a gradient scaler tells it.
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return finite

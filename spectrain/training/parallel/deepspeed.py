@@ -83,9 +83,14 @@ class ZeroStrategy(ParallelStrategy):
         if not is_last:
             self.engine.step()  # counts the batch
 
-    def step(self) -> bool:
+    def step(self) -> Tensor:
         self.engine.step()
-        return not self.optimizer.overflow  # type: ignore[attr-defined]
+        return torch.tensor(not self.optimizer.overflow)  # type: ignore[attr-defined]
+
+    @property
+    def steps_without_host(self) -> bool:
+        """DeepSpeed reads by itself whether the gradients are finite."""
+        return False
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
         from deepspeed import zero

@@ -24,6 +24,7 @@ from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision, embe
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.host_copies import on_host, select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, MarginalRollout
@@ -116,9 +117,9 @@ class Amphista(HeadsDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         supervision = Supervision(self, batch)
-        # [B, T, K]
+        # [B, T, K], on the host
         is_supervised = torch.stack(
-            [supervision.is_supervised(k) for k in range(len(self.heads))], dim=-1
+            [on_host(supervision.is_supervised(k)) for k in range(len(self.heads))], dim=-1
         )
         rows = is_supervised.any(-1)
         final = batch.features.at_layer("final").to(next(self.parameters()).dtype)
@@ -128,10 +129,13 @@ class Amphista(HeadsDrafter):
             batch.positions,
             lengths=batch.lengths,
         )
-        mixed_states = state.run_checkpointed(self.mix_heads, *(stage[rows] for stage in stages))
+        mixed_states = state.run_checkpointed(
+            self.mix_heads, *(select_rows(stage, rows) for stage in stages)
+        )
 
         def head_input(k: int) -> Tensor:
-            return project_down(self.heads[k].lm_down, mixed_states[is_supervised[rows][:, k], k])
+            own = select_rows(mixed_states[:, k], is_supervised[rows][:, k])
+            return project_down(self.heads[k].lm_down, own)
 
         return Losses(*self.heads_loss(supervision, head_input))
 

@@ -26,6 +26,7 @@ from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.host_copies import chosen_rows, select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
@@ -247,10 +248,14 @@ class Ctc(SharedHeadDrafter):
             batch.positions,
             lengths=batch.lengths,
         )[-1]
-        labels, supervised, draftable = self.make_labels(Supervision(self, batch))
-        rows = supervised > 0
+        supervision = Supervision(self, batch)
+        labels, supervised, draftable = self.make_labels(supervision)
+        # Those with a supervised first token.
+        rows = supervision.is_supervised(0)
         size = max(1, MAX_LOGITS // (len(self.slots) * (len(self.d2t) + 1)))
-        parts = list(zip(*(x[rows].split(size) for x in (stage, labels, supervised, draftable))))
+        parts = list(
+            zip(*(select_rows(x, rows).split(size) for x in (stage, labels, supervised, draftable)))
+        )
         terms = [
             self._judge_rows(*part)
             if len(parts) == 1
@@ -267,18 +272,19 @@ class Ctc(SharedHeadDrafter):
         They count the consecutive tokens of the assistant, and those before the first token outside
         the draft vocabulary.
         """
-        shape = (*supervision.row_index.shape, self.num_drafts)
-        labels = supervision.row_index.new_zeros(shape)
-        in_vocabulary = torch.zeros(shape, dtype=torch.bool, device=self.d2t.device)
-        supervised = torch.zeros_like(in_vocabulary)
+        none = supervision.row_index.new_zeros(supervision.row_index.numel())
+        columns: dict[str, list[Tensor]] = {"labels": [], "in_vocabulary": [], "supervised": []}
         for step in range(self.num_drafts):
-            rows = supervision.is_supervised(step)
+            is_supervised = supervision.is_supervised(step)
+            rows = chosen_rows(is_supervised, none.device)
             label_index = supervision.label_index(step)
-            labels[..., step][rows], supervised[..., step][rows] = (
-                supervision.label_ids[label_index],
-                True,
-            )
-            in_vocabulary[..., step][rows] = supervision.in_vocabulary[label_index]
+            for name, values in (
+                ("labels", supervision.label_ids[label_index]),
+                ("in_vocabulary", supervision.in_vocabulary[label_index].long()),
+            ):
+                columns[name].append(none.index_copy(0, rows, values).view_as(is_supervised))
+            columns["supervised"].append(is_supervised.long())
+        labels, in_vocabulary, supervised = (torch.stack(part, -1) for part in columns.values())
         supervised = supervised.cumprod(-1)
         return labels, supervised.sum(-1), (supervised * in_vocabulary.cumprod(-1)).sum(-1)
 

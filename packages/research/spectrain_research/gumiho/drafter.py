@@ -27,6 +27,7 @@ from spectrain.drafters.layers.target_kind import check_architecture
 from spectrain.drafters.layers.vocabulary import Supervision, judge_rows
 from spectrain.drafters.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
@@ -157,12 +158,12 @@ class Gumiho(UnrolledEagle):
         states: list[Tensor] = []  # of the supervised indices of every step
         pairs: list[Tensor] = []  # [B, T, 2 D] of every serial step
         for step, hidden in enumerate(self.unroll_steps(batch, self.num_serial, state)):
-            states.append(hidden[supervision.is_supervised(step)])
+            states.append(select_rows(hidden, supervision.is_supervised(step)))
             pairs.append(self.attention_inputs(batch.tokens.roll(-2 - step, dims=1), hidden)[0])
         head_inputs = torch.cat(pairs, dim=-1)
         for number, head in enumerate(self.parallel, self.num_serial):
             rows = supervision.is_supervised(number)
-            states.append(head(head_inputs[rows], hidden[rows]))
+            states.append(head(select_rows(head_inputs, rows), select_rows(hidden, rows)))
         return self.judge_steps(supervision, states)
 
     # Decoding

@@ -25,6 +25,7 @@ from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision, embe
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
@@ -132,7 +133,11 @@ class Hydra(HeadsDrafter):
         def head_input(k: int) -> Tensor:
             rows = supervision.is_supervised(k)
             inputs = torch.cat(
-                [states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1
+                [
+                    select_rows(states, rows),
+                    *(select_rows(embedded.roll(-1 - j, dims=1), rows) for j in range(k + 1)),
+                ],
+                dim=-1,
             )
             hidden: Tensor = self.heads[k].compute_hidden(inputs)
             return hidden

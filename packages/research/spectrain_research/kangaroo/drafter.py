@@ -28,6 +28,7 @@ from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
 from spectrain.models.target import Target
@@ -106,11 +107,12 @@ class Kangaroo(SelfDrafter):
         x = batch.features.at_layer(self.exit_layer).to(self.norm.weight.dtype)
         normed = self.input_layernorm(x)
         q, k, v = self.self_attn.project_qkv(normed, self.rotary(normed, batch.positions))
-        states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))[predicts]
-        following = batch.tokens.roll(-1, dims=1)[predicts]
+        states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))
+        states = select_rows(states, predicts)
+        following = select_rows(batch.tokens.roll(-1, dims=1), predicts)
         head = self.head.projection
         rows = batch.row_loss(predicts)
-        target_log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
+        target_log_probs = HeadTarget(select_rows(batch.features.at_layer("final"), predicts), head)
         result = head_loss(
             self.divergence,
             states,

@@ -22,6 +22,7 @@ from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 from spectrain_research.shared.learned_masks import LearnedMasks
@@ -60,14 +61,20 @@ class PromptTokens(LearnedMasks):
         )
 
     def number_masks(self, blocks: MaskBlocks) -> Tensor:
-        chain = blocks.chain_index % self.ensembles
-        return blocks.mask_index + self.num_masks * chain * (blocks.mask_index >= 0)
+        chain = on_host(blocks.chain_index) % self.ensembles
+        mask_index = on_host(blocks.mask_index)
+        numbers = mask_index + self.num_masks * chain * (mask_index >= 0)
+        return copy_to_device(numbers, blocks.tokens.device)
 
     def read_masks(self, final: Tensor, blocks: MaskBlocks) -> tuple[Tensor, Tensor]:
         """Average the chains, which have the same labels in the same order."""
-        chain = blocks.chain_index % self.ensembles
-        states = [final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]
-        return torch.stack(states).mean(0), blocks.supervised & (chain == 0)
+        chain = on_host(blocks.chain_index) % self.ensembles
+        supervised = on_host(blocks.supervised)
+        states = [
+            select_rows(final, supervised & (chain == number)) for number in range(self.ensembles)
+        ]
+        is_first = copy_to_device(supervised & (chain == 0), final.device)
+        return torch.stack(states).mean(0), is_first
 
     # Decoding
 

@@ -30,6 +30,7 @@ from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter,
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
+from spectrain.models.host_copies import select_rows
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 
@@ -148,7 +149,9 @@ class Redrafter(VocabularyDrafter):
                     self.run_cell, batch.tokens.roll(-1 - step, dims=1), cell_states
                 )
             rows = supervision.is_supervised(step)
-            head_inputs.append(self.mix_states(cell_states[rows], final[rows]))
+            head_inputs.append(
+                self.mix_states(select_rows(cell_states, rows), select_rows(final, rows))
+            )
         label_index, row_order, steps = supervision.join_steps(self.num_steps)
         hidden = torch.cat(head_inputs).index_select(0, row_order)
         loss, is_correct = supervision.judge_states(

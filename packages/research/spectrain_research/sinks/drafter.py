@@ -24,6 +24,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.attention import attend_per_document
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 
@@ -98,7 +99,7 @@ class Sinks(Eagle3):
         Every step runs at all positions, with windows of the loss too.
         """
         return [
-            hidden[supervision.is_supervised(step)]
+            select_rows(hidden, supervision.is_supervised(step))
             for step, hidden in enumerate(self.unroll_steps(batch, count, state))
         ]
 

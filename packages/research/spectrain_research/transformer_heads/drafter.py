@@ -27,6 +27,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.host_copies import select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
@@ -131,7 +132,11 @@ class TransformerHeads(SharedHeadDrafter):
         final = target.run(batch.tokens, plan).at_layer("final")
         heads = self._heads_loss(batch, final, state)
         own_loss = language_model_loss(
-            final[batch.next_is_supervised], batch, target, self.target_training, False
+            select_rows(final, batch.next_is_supervised),
+            batch,
+            target,
+            self.target_training,
+            False,
         )
         terms = {name: self.heads_weight * loss for name, loss in heads.terms.items()}
         return replace(heads, terms={"language_model": own_loss, **terms})
@@ -145,7 +150,8 @@ class TransformerHeads(SharedHeadDrafter):
         final = final.to(self.lm_head.weight.dtype)
         for number, head in enumerate(self.heads):
             hidden = state.run_checkpointed(head, final, batch.positions, None, batch.lengths)
-            states.append(project_down(self.lm_down, hidden[supervision.is_supervised(number)]))
+            own = select_rows(hidden, supervision.is_supervised(number))
+            states.append(project_down(self.lm_down, own))
         return supervision.judge_steps(states, self.lm_head, self.head_decay, len(self.heads))
 
     def draft(self, context: Context) -> Draft:
