@@ -51,6 +51,8 @@ class Judge(RelaxedRule):
             )
         if not 0 <= threshold <= 1:
             raise UserError(f"acceptance.threshold={threshold}: it is a probability; use 0 to 1")
+        if snr_db is not None and not -100 <= snr_db <= 100:
+            raise UserError(f"acceptance.snr_db={snr_db}: use decibels from -100 to 100")
         self.path, self.threshold = path, threshold
         self.snr_db, self.seed = snr_db, seed
         self.weight, self.bias, self.channel = load_probe(Path(path))  # [1, D], [1], [1] or None

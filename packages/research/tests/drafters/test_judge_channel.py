@@ -145,3 +145,5 @@ def test_a_judge_without_a_channel_is_refused(target: Target, tmp_path: Path) ->
     path = save_probe(tmp_path / "judge", target.width, None)
     with pytest.raises(UserError, match=r"^acceptance\.snr_db=5\.0: the judge in .* does not read"):
         Judge(path, snr_db=5.0)
+    with pytest.raises(UserError, match=r"^acceptance\.snr_db=500\.0: use decibels"):
+        Judge(path, snr_db=500.0)
