@@ -503,8 +503,8 @@ def describe_distribution(lossless: Summary) -> Iterator[str]:
                 f"a chance of {check['power']:.0%}"
             )
         yield (
-            f"Distribution the same as the target's: {compared}; {tests}{power}. False alarms: "
-            f"{check['false_alarms']:.1%} of scores."
+            f"No difference from the target's distribution found: {compared}; {tests}{power}. "
+            f"False alarms: {check['false_alarms']:.1%} of scores."
         )
 
 

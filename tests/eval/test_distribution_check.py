@@ -66,7 +66,7 @@ def test_lossless_rules_pass_and_lossy_rules_do_not(
     assert identity["evidence"] == "distribution" and format_identical(identity) == (
         "in distribution"
     )
-    assert "the same as the target's" in next(describe_distribution(identity))
+    assert "No difference from the target's" in next(describe_distribution(identity))
     lossy = check_rule(TypicalAcceptance(epsilon=0.01), Chain(3, "sampled"), 600)
     assert lossy["verdict"] == "different" and "text" in lossy["different"]
     low, high = lossy["total_variation_ci95"]

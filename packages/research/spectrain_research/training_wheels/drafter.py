@@ -122,6 +122,7 @@ class TrainingWheels(Causal):
             "asked": self.ask_weight * (weight * asked.square()).sum() / 2,
             "price": (weight * (self.asks - asking)).sum() * self.price[0],
         }
+        terms |= batch.text_terms(states, drafter_head, next_tokens)
         hits = (predictions == labels).sum()[None].float()
         return Losses(terms, hits, torch.full_like(hits, len(next_tokens)))
 
