@@ -27,7 +27,7 @@ from spectrain.kernels.linear_divergence import Projection, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.rollout import Draft, Rollout
 
-from .losses import asked_error, written_error
+from .losses import asking_error, writing_error
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -114,13 +114,14 @@ class TrainingWheels(Causal):
         drop = (values - values_after)[predicts]
         weight = batch.row_loss(predicts).weight
         weight = torch.ones_like(drop) if weight is None else weight
-        written = written_error(drop, ask_logits, student, teacher)
-        asked = asked_error(drop, ask_logits, self.price.detach())
-        asking = ask_logits.detach().sigmoid()
+        writing = writing_error(drop, ask_logits, student, teacher)
+        asking = asking_error(drop, ask_logits, self.price.detach())
+        surplus = ask_logits.detach().sigmoid() - self.asks
         terms = {
-            "written": (weight * written.square()).sum() / 2,
-            "asked": self.ask_weight * (weight * asked.square()).sum() / 2,
-            "price": (weight * (self.asks - asking)).sum() * self.price[0],
+            "writing": (weight * writing.square()).sum() / 2,
+            "asking": self.ask_weight * (weight * asking.square()).sum() / 2,
+            # A step down this term raises the price where the drafter asks too often.
+            "price": -(weight * surplus).sum() * self.price[0],
         }
         terms |= batch.text_terms(states, drafter_head, next_tokens)
         hits = (predictions == labels).sum()[None].float()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def written_error(
+def writing_error(
     value_drop: Tensor, ask_logits: Tensor, student: Tensor, teacher: Tensor
 ) -> Tensor:
     """Return the inconsistencies [R] of writing a token, from V(s) - V(s') [R], the logits [R] of
@@ -27,6 +27,6 @@ def written_error(
     return value_drop + F.logsigmoid(-ask_logits) + student - teacher
 
 
-def asked_error(value_drop: Tensor, ask_logits: Tensor, price: Tensor) -> Tensor:
+def asking_error(value_drop: Tensor, ask_logits: Tensor, price: Tensor) -> Tensor:
     """Return the inconsistencies [R] of asking for a token that the teacher wrote."""
     return value_drop + F.logsigmoid(ask_logits) + price

@@ -73,8 +73,8 @@ def test_the_best_weights_shift_the_judge_by_the_cost_of_an_exchange(
     judge = DraftJudge(target, wrong_weight=wrong_weight, channel=True)
     right = torch.arange(1000) % 10 < 3
     costs = torch.linspace(-1.0, 2.0, 100).repeat_interleave(10)
-    found = torch.zeros(1000, target.width), right, torch.ones(1000)
-    monkeypatch.setattr(judge, "judge_alternatives", lambda *arguments: found)
+    judged = torch.zeros(1000, target.width), right, torch.ones(1000)
+    monkeypatch.setattr(judge, "judge_alternatives", lambda *arguments: judged)
     monkeypatch.setattr(judge, "draw_channel_costs", lambda *arguments: costs)
     assert judge.channel is not None
     with torch.no_grad():

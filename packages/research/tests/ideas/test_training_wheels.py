@@ -15,7 +15,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain_research.exits.rule import Unverified
 from spectrain_research.training_wheels.drafter import TrainingWheels
-from spectrain_research.training_wheels.losses import asked_error, written_error
+from spectrain_research.training_wheels.losses import asking_error, writing_error
 from tests.targets import cut_tiny
 
 WORDS = 3
@@ -80,9 +80,9 @@ def test_the_best_policy_is_consistent_and_no_other_is_better(seed: int, price: 
             [problem.values[(*prefix, word)] for word in range(WORDS)]
         )
         logits = ask_logit.expand(WORDS)
-        assert written_error(drop, logits, student, log_p).abs().max() < 1e-9
-        asked = asked_error(drop, logits, torch.tensor([price], dtype=torch.float64))
-        assert (log_p.exp() * asked).sum().abs() < 1e-9
+        assert writing_error(drop, logits, student, log_p).abs().max() < 1e-9
+        asking = asking_error(drop, logits, torch.tensor([price], dtype=torch.float64))
+        assert (log_p.exp() * asking).sum().abs() < 1e-9
     best = problem.evaluate(problem.policy, ())
     assert best == pytest.approx(float(problem.values[()]))
     for other in range(5):
@@ -119,11 +119,14 @@ def test_the_loss_is_its_formula(target: Target, packed: bool) -> None:
     """
     drafter = make_drafter(target, 1.0)
     texts = [list(range(10, 22)), list(range(300, 307))]
-    masks = [[3 <= place < 10 for place in range(12)], [place >= 2 for place in range(7)]]
+    masks = [
+        [3 <= position < 10 for position in range(12)],
+        [position >= 2 for position in range(7)],
+    ]
     examples = [Example(text, mask) for text, mask in zip(texts, masks)]
     batch = LiveSource().make_batch(BatchRequest(examples, target, ("final",), packed))
     losses = drafter.loss(batch, target, TrainingState())
-    written, asked, asking = 0.0, 0.0, []
+    writing = asking = surplus = 0.0
     for text, mask in zip(texts, masks):
         tokens = torch.tensor([text])
         own = drafter.model.features(tokens, ("final",)).at_layer("final")[0]
@@ -133,20 +136,21 @@ def test_the_loss_is_its_formula(target: Target, packed: bool) -> None:
         assert drafter.stop_head is not None
         write = drafter.stop_head(own).sigmoid()
         values = drafter.value_head(own)[:, 0]
-        places = [place for place in range(len(text) - 1) if mask[place + 1]]
-        for place in places:
-            after = values[place + 1] if place + 1 in places else 0.0
-            drop = values[place] - after
-            token = text[place + 1]
-            residual = drop + write[place].log() + log_q[place, token] - log_p[place, token]
-            written += float(residual.detach()) ** 2 / 2
-            asked += float((drop + (1 - write[place]).log() + drafter.price).detach()) ** 2 / 2
-            asking.append(float(1 - write[place].detach()))
-    assert float(losses.terms["written"].detach()) == pytest.approx(written, rel=1e-3)
-    assert float(losses.terms["asked"].detach()) == pytest.approx(asked, rel=1e-3)
+        positions = [position for position in range(len(text) - 1) if mask[position + 1]]
+        for position in positions:
+            after = values[position + 1] if position + 1 in positions else 0.0
+            drop = values[position] - after
+            token = text[position + 1]
+            residual = (
+                drop + write[position].log() + log_q[position, token] - log_p[position, token]
+            )
+            writing += float(residual.detach()) ** 2 / 2
+            asking += float((drop + (1 - write[position]).log() + drafter.price).detach()) ** 2 / 2
+            surplus += float(1 - write[position].detach()) - 0.4
+    assert float(losses.terms["writing"].detach()) == pytest.approx(writing, rel=1e-3)
+    assert float(losses.terms["asking"].detach()) == pytest.approx(asking, rel=1e-3)
     losses.total.backward()
     assert drafter.price_weight.grad is not None
-    surplus = sum(asking) - 0.4 * len(asking)
     # Descent along the gradient raises the price where the surplus is positive.
     expected = -surplus * 30 * 0.5
     assert float(drafter.price_weight.grad) == pytest.approx(expected, rel=1e-3)
@@ -159,7 +163,7 @@ def test_decoding_asks_token_by_token(target: Target) -> None:
     drafter = make_drafter(target, 8.0).eval()
     assert drafter.stop_head is not None
     outputs = [run.output for run in decode(target, PROMPTS, Unverified(), 16, drafter, Chain(3))]
-    asked = 0
+    num_asks = 0
     for prompt, output in zip(PROMPTS, outputs):
         text = [*prompt]
         drafted = 3  # the first token is the target's
@@ -168,12 +172,12 @@ def test_decoding_asks_token_by_token(target: Target) -> None:
             state = drafter.model.features(tokens, ("final",)).at_layer("final")[0, -1]
             asks = float(drafter.stop_head(state)) < 0
             writer = target if asks or drafted == 3 else drafter.model
-            asked += asks and 0 < drafted < 3
+            num_asks += asks and 0 < drafted < 3
             final = writer.features(tokens, ("final",)).at_layer("final")[0, -1]
             drafted = 0 if writer is target else drafted + 1
             text.append(int(writer.head.logits(final).argmax()))
         assert text[len(prompt) :] == output
-    assert asked
+    assert num_asks
 
 
 def test_the_first_share_of_asking_is_the_constraint(target: Target) -> None:

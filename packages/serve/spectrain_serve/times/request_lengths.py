@@ -149,10 +149,10 @@ class DraftedRequest(SimulatedRequest):
         first = self.tokens - self.remaining
         drafted = self.rights[first : first + length]
         wrong = np.flatnonzero(~drafted)
-        kept = int(wrong[0]) if len(wrong) else len(drafted)
-        self.accepted += kept
-        self.judged += min(kept + 1, len(drafted))
-        return 1 + kept
+        correct = int(wrong[0]) if len(wrong) else len(drafted)
+        self.accepted += correct
+        self.judged += min(correct + 1, len(drafted))
+        return 1 + correct
 
 
 LengthPolicy = Callable[[Sequence[DraftedRequest]], list[int]]
@@ -248,6 +248,6 @@ def count_drafts(round_counts: Sequence[int], num_tokens: int) -> tuple[int, int
     """Return the accepted and the judged draft tokens of a text, from its numbers of rounds that
     emitted 1, 2, .. tokens. The first wrong token ends what is judged.
     """
-    accepted = sum(count * kept for kept, count in enumerate(round_counts))
-    judged = sum(count * min(kept + 1, num_tokens) for kept, count in enumerate(round_counts))
+    accepted = sum(count * correct for correct, count in enumerate(round_counts))
+    judged = sum(count * min(correct + 1, num_tokens) for correct, count in enumerate(round_counts))
     return accepted, judged

@@ -31,8 +31,8 @@ def test_no_other_lengths_give_more_tokens_per_second(seed: int) -> None:
     cost = RoundCost(1.0, *random.uniform(0.0, 0.4, 2))
 
     def speed(lengths: tuple[int, ...]) -> float:
-        kept = sum(survival[text, :length].sum() for text, length in enumerate(lengths))
-        return (4 + kept) / cost.seconds(lengths)
+        gained = sum(survival[text, :length].sum() for text, length in enumerate(lengths))
+        return (4 + gained) / cost.seconds(lengths)
 
     best = max(speed(lengths) for lengths in product(range(DEPTH + 1), repeat=4))
     assert speed(tuple(choose_lengths(survival, cost))) == pytest.approx(best)
@@ -47,7 +47,7 @@ def test_a_text_that_accepts_more_gets_the_longer_draft() -> None:
     assert lengths[0] == DEPTH and lengths[1] == 0
 
 
-def test_the_cost_of_equal_lengths_is_the_measured_one() -> None:
+def test_equal_lengths_cost_what_was_measured() -> None:
     """With K tokens for every text it is the measured round, with none the step."""
     table = TimeTable(
         {1: 0.01, 4: 0.02}, {1: 0.013, 4: 0.05}, {1: [1.0]}, 0.0, [9], {1: 0.002, 4: 0.01}
@@ -80,7 +80,7 @@ def test_noise_of_few_rounds_is_no_difference_of_texts() -> None:
     assert (0.25 / (fitted.strength + 1)) ** 0.5 == pytest.approx(0.3, abs=0.06)
 
 
-def test_drafts_are_counted_to_the_first_wrong_one() -> None:
+def test_drafts_are_counted_to_the_first_wrong_token() -> None:
     """Four rounds of 1, 2, 3 and 4 tokens with 3 draft tokens each."""
     assert count_drafts([1, 1, 1, 1], DEPTH) == (0 + 1 + 2 + 3, 1 + 2 + 3 + 3)
     assert count_drafts([], DEPTH) == (0, 0)
