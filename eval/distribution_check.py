@@ -279,7 +279,9 @@ def summarize(
     distance = estimate_distance([texts.joint() for texts in prompts])
     generations = [generation for texts in prompts for generation in texts.drafted]
     depths = [depth for generation in generations for depth in generation.depths]
-    can_tell = any(entry.freedom for entry in comparisons)
+    drafted_rounds = sum(depth > 0 for depth in depths)
+    # Texts in which nothing was drafted say nothing about a rule.
+    can_tell = drafted_rounds > 0 and any(entry.freedom for entry in comparisons)
     different = [entry.name for entry in comparisons if entry.p_value < level]
     tests = [
         {
@@ -301,7 +303,7 @@ def summarize(
         "prompts": len(prompts),
         "tokens": num_tokens,
         "rounds": len(depths),
-        "drafted_rounds": sum(depth > 0 for depth in depths),
+        "drafted_rounds": drafted_rounds,
         "total_variation": round(max(0.0, distance.value), 4),
         "total_variation_ci95": [round(max(0.0, end), 4) for end in distance[1:]],
         "visible_distance": next(

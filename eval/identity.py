@@ -54,7 +54,7 @@ class Identity:
         """Return whether outputs are the target's; None if the rule says so and nothing was
         compared.
         """
-        if not self.declared or self.verdict == "different":
+        if not self.declared or self.verdict == "different" or self.differences:
             return False
         return None if self.evidence == "by construction" else True
 

@@ -473,6 +473,12 @@ def describe_distribution(lossless: Summary) -> Iterator[str]:
         f"{check['texts']:,} texts of {check['tokens']} tokens after {check['prompts']} prompts, "
         f"compared with {check['reference']}"
     )
+    if check["verdict"] == "unknown" and not check["drafted_rounds"]:
+        yield (
+            "No round of these texts drafted, so this says nothing about the rule; use a tree that "
+            "always drafts, as tree=chain."
+        )
+        return
     if check["verdict"] == "unknown":
         yield (
             f"Distribution not checked: the target leaves nothing to chance in {compared}; raise "
@@ -497,13 +503,8 @@ def describe_distribution(lossless: Summary) -> Iterator[str]:
                 f"a chance of {check['power']:.0%}"
             )
         yield (
-            f"Distribution the same as the target's: {compared}; {tests}{power}. False alarms: "
-            f"{check['false_alarms']:.1%} of scores."
-        )
-    if not check["drafted_rounds"]:
-        yield (
-            "No round of these texts drafted, so this says nothing about the rule; use a tree that "
-            "always drafts, as tree=chain."
+            f"No difference from the target's distribution found: {compared}; {tests}{power}. "
+            f"False alarms: {check['false_alarms']:.1%} of scores."
         )
 
 

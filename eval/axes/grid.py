@@ -80,7 +80,7 @@ def grid_titles(grid: Grid) -> list[str]:
 
 
 def grid_cells(grid: Grid) -> Iterator[list[str]]:
-    """Yield a line of cells for each length of context. A speedup whose interval does not hold 1 is
+    """Yield a line of cells for each length of context. A speedup whose interval excludes 1 is
     certain and marked with *.
     """
     for row in grid["rows"]:
@@ -117,7 +117,7 @@ def describe_grid(grid: Grid) -> Iterator[str]:
         yield trend
     if any(point["ci95"] is None for row in rows for point in row["points"]):
         yield (
-            "* marks a speedup whose 95 % interval does not hold 1; batches that share prompts "
+            "* marks a speedup whose 95 % interval excludes 1; batches that share prompts "
             "have no interval."
         )
     checked = [point for row in rows for point in row["points"] if point["identical"] is not None]

@@ -208,13 +208,15 @@ class BatchSweep(AxisSweep):
 def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any]:
     """Return what a simulation of load needs: by size of a batch the seconds of a step and of a
     drafted round, those of its drafting, and the probabilities of a round to emit 1, 2, .. tokens;
-    the seconds of a prompt, and the tokens of answers, both of the smallest size.
+    the seconds of a prompt, the tokens of answers, and the rounds of each text by their tokens,
+    these of the smallest size.
     """
     lengths = {}
     for size, (_, batches) in timed.items():
         counts = metrics.count_round_lengths([turn for batch in batches for turn in batch]) or [1]
         lengths[size] = [count / sum(counts) for count in counts]
-    smallest = [turn.autoregressive for batch in timed[min(timed)][1] for turn in batch]
+    turns = [turn for batch in timed[min(timed)][1] for turn in batch]
+    smallest = [turn.autoregressive for turn in turns]
     prefill = [run.seconds["prefill"] / run.batch_size for run in smallest]
     return {
         "step_seconds": {size: point.step_seconds for size, (point, _) in timed.items()},
@@ -225,6 +227,7 @@ def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any
         "round_lengths": lengths,
         "prefill_seconds": float(np.mean(prefill)),
         "answer_tokens": [len(run.output) for run in smallest],
+        "text_rounds": [metrics.count_round_lengths([turn]) for turn in turns],
     }
 
 

@@ -197,6 +197,8 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
         )
         if "schedule" in load:
             yield describe_schedule(load["schedule"])
+        if "request_lengths" in load:
+            yield describe_request_lengths(load["request_lengths"])
     yield from axis["left_out"]
 
 
@@ -211,6 +213,19 @@ def describe_schedule(schedule: dict[str, Any]) -> str:
         f"Draft tokens by measured times: {lengths}; at the simulated rates, always "
         f"{schedule['num_tokens']} take {min(gains):.2f} to {max(gains):.2f} times the time per "
         "token of this schedule."
+    )
+
+
+def describe_request_lengths(lengths: dict[str, Any]) -> str:
+    """Say how much texts differ in their acceptance rate, and what a length for each of them
+    gains.
+    """
+    gains = lengths["gains"]
+    return (
+        f"Lengths by request, simulated: texts accept {lengths['mean_rate']:.2f} of the draft "
+        f"tokens that are judged, with a standard deviation of {lengths['rate_deviation']:.2f} "
+        "between texts; one length for all texts of a round takes "
+        f"{min(gains):.2f} to {max(gains):.2f} times the time per token of a length for each."
     )
 
 

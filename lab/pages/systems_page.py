@@ -49,11 +49,11 @@ python -m lab.benchmarks.systems
 python -m lab.benchmarks.measure_ways
 python -m lab.benchmarks.equal_data
 ```"""
-NAMES = """The surveys behind this project name {count} systems. {works} of them work here, {part}
-work in part, {absent} belong here and are not built, and {out} do not belong in a project that
-trains and scores drafters: hardware, schedules of servers, models of other kinds, surveys. A name
-that works in part says what is missing. The tables stand in the surveys' order and words; proofs
-and measurements are in the tables above."""
+NAMES = """The surveys behind this project name {count} systems. {works} of them work here and
+{part} in part. {out} do not belong in a project that trains and scores drafters: hardware,
+schedules of servers, models of other kinds, surveys. Names that belong here and are not built:
+{absent}. A name that works in part says what is missing. The tables stand in the surveys' order and
+words; proofs and measurements are in the tables above."""
 OTHERS = """Names that the surveys do not have."""
 EQUAL_DATA = "[at equal data](results/families.md#{})"
 STATES = {

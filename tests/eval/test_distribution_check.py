@@ -6,6 +6,12 @@ import pytest
 
 from spectrain.decoding.acceptance import AcceptanceRule, Match, TypicalAcceptance
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.acceptance.sequential import (
+    RandomSource,
+    SequentialRule,
+    VerifiedTree,
+    normalize_weights,
+)
 from spectrain.eval import distribution_check
 from spectrain.eval.columns import format_identical
 from spectrain.eval.distribution_check import DistributionCheck, enumerate_texts
@@ -60,7 +66,7 @@ def test_lossless_rules_pass_and_lossy_rules_do_not(
     assert identity["evidence"] == "distribution" and format_identical(identity) == (
         "in distribution"
     )
-    assert "the same as the target's" in next(describe_distribution(identity))
+    assert "No difference from the target's" in next(describe_distribution(identity))
     lossy = check_rule(TypicalAcceptance(epsilon=0.01), Chain(3, "sampled"), 600)
     assert lossy["verdict"] == "different" and "text" in lossy["different"]
     low, high = lossy["total_variation_ci95"]
@@ -68,6 +74,53 @@ def test_lossless_rules_pass_and_lossy_rules_do_not(
     identity = Identity("typical", False, "none", distribution=lossy).summary()
     assert identity["lossless"] is False and format_identical(identity) == "lossy"
     assert "DIFFERENT from the target's" in next(describe_distribution(identity))
+
+
+class DrawsAgainFromTarget(SpeculativeSampling):
+    """Forgets the residual: after a rejected draft it draws from p, so that drafts are too
+    frequent.
+    """
+
+    __call__ = SequentialRule.__call__
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path, _ = super().select_path(tree, random)
+        return path, random.draw_token(tree.p(path[-1]), path[-1])
+
+
+class KeepsToken(SpeculativeSampling):
+    """Judges a draft by the square root of p / q, as with a q of another temperature."""
+
+    __call__ = SequentialRule.__call__
+
+    def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
+        path = [0]
+        while tree.children[path[-1]]:
+            node = path[-1]
+            (child,) = tree.children[node]
+            p, q, token = tree.p(node), tree.q(node), tree.tokens[child]
+            if not random.flip_coin(min(1.0, float(p[token] / q[token])) ** 0.5, node, 0):
+                return path, random.draw_token(normalize_weights((p - q).clip(0), p), node)
+            path.append(child)
+        return path, random.draw_token(tree.p(path[-1]), path[-1])
+
+
+@pytest.mark.parametrize("rule", [DrawsAgainFromTarget, KeepsToken])
+def test_a_wrong_rule_that_calls_itself_lossless_is_caught(rule: type[SpeculativeSampling]) -> None:
+    """The score says so in all places where it speaks of losslessness."""
+    entry = check_rule(speed_up(rule)(seed=2), Chain(3, "sampled"), 600)
+    assert rule.lossless and entry["verdict"] == "different", p_values(entry)
+    identity = Identity("chain", True, "the target's distribution", distribution=entry).summary()
+    assert identity["lossless"] is False and format_identical(identity) == "DIFFERENT"
+
+
+def test_texts_without_drafts_check_nothing() -> None:
+    """They agree, but say nothing about the rule."""
+    entry = check_rule(speed_up(SpeculativeSampling)(seed=3), Chain(3, "sampled", stop=0.999), 200)
+    assert entry["verdict"] == "unknown" and entry["drafted_rounds"] == 0
+    identity = Identity("chain", True, "the target's distribution", distribution=entry).summary()
+    assert identity["lossless"] is None and format_identical(identity) == "not checked"
+    assert "says nothing about the rule" in next(describe_distribution(identity))
 
 
 def test_nothing_is_called_lossless_unchecked() -> None:

@@ -234,6 +234,7 @@ def test_identity_catches_a_wrong_drafter(
     )["lossless"]
     assert lossless["checked"] == 4 and lossless["identical"] < 4
     assert len(lossless["differences"]) == 4 - lossless["identical"]
+    assert lossless["lossless"] is False and lossless["declared"] is True
     for difference in lossless["differences"]:
         gap = difference["gap"]  # a sampled difference has none, and nothing excuses it
         # the prefill's token is right

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.features import Features, Layer
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
+from spectrain_research.lossy_rules.channel import draw_round_costs
 from spectrain_research.shared.relaxed_rule import RelaxedRule
 
 
@@ -21,6 +22,10 @@ class Judge(RelaxedRule):
     A draft is accepted where it is the most likely token or sigma(w h + b) > `threshold`, h being
     the target's last state at the draft; of several such children the one with the largest sigma.
     At threshold 1 the output is the greedy one; lower thresholds accept more, and 0 accepts all.
+
+    With `snr_db` the drafter is on the other side of a radio channel, whose state in each round the
+    probe reads too: sigma(w h + b + a c), c being the logarithm of the time of an exchange (WISV's
+    head, Liu et al., 2026, arXiv 2604.17701). The worse the channel, the more is accepted.
     """
 
     name = "judge"
@@ -32,6 +37,11 @@ class Judge(RelaxedRule):
         path: str | None = None,
         # Probability from 0 to 1 above which the judge accepts a draft; 1 gives the greedy output.
         threshold: float = 0.5,
+        # Mean signal-to-noise ratio, in decibels, of a radio channel with Rayleigh fading to the
+        # drafter, for a judge trained with drafter.channel=true; null is no channel.
+        snr_db: float | None = None,
+        # Seed of the channel's states.
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if path is None:
@@ -41,8 +51,26 @@ class Judge(RelaxedRule):
             )
         if not 0 <= threshold <= 1:
             raise UserError(f"acceptance.threshold={threshold}: it is a probability; use 0 to 1")
+        if snr_db is not None and not -100 <= snr_db <= 100:
+            raise UserError(f"acceptance.snr_db={snr_db}: use decibels from -100 to 100")
         self.path, self.threshold = path, threshold
-        self.weight, self.bias = load_probe(Path(path))  # [1, D], [1]
+        self.snr_db, self.seed = snr_db, seed
+        self.weight, self.bias, self.channel = load_probe(Path(path))  # [1, D], [1], [1] or None
+        if snr_db is not None and self.channel is None:
+            raise UserError(
+                f"acceptance.snr_db={snr_db}: the judge in {path} does not read a channel; train "
+                "one by recipe=judge drafter.channel=true"
+            )
+        # What the channel of the round adds to the logits of each text [B, 1].
+        self.channel_logits: Tensor | float = 0.0
+
+    def accept(
+        self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
+        if self.snr_db is not None and self.channel is not None:
+            costs = draw_round_costs(self.snr_db, self.seed, sequence_ids, positions[:, 0])
+            self.channel_logits = self.channel.to(costs.device) * costs[:, None]
+        return super().accept(tree, features, sequence_ids, positions)
 
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
         states = features.at_layer("final").float()
@@ -53,13 +81,13 @@ class Judge(RelaxedRule):
                 "target"
             )
         self.weight, self.bias = self.weight.to(states.device), self.bias.to(states.device)
-        confidence = (states @ self.weight[0] + self.bias).sigmoid()
+        confidence = (states @ self.weight[0] + self.bias + self.channel_logits).sigmoid()
         return confidence * (confidence > self.threshold)
 
 
-def load_probe(path: Path) -> tuple[Tensor, Tensor]:
-    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in
-    float32.
+def load_probe(path: Path) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, and the
+    weight [1] of a channel's state if it reads one, in float32.
     """
     file = next(
         (
@@ -79,9 +107,14 @@ def load_probe(path: Path) -> tuple[Tensor, Tensor]:
         raise UserError(
             f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again"
         ) from error
+    channel = tensors.pop("channel", None)
     if tensors.keys() != {"probe.weight", "probe.bias"}:
         raise UserError(
             f"acceptance.path={path}: it contains a drafter, not a judge; give a run folder of "
             "recipe=judge"
         )
-    return tensors["probe.weight"].float(), tensors["probe.bias"].float()
+    return (
+        tensors["probe.weight"].float(),
+        tensors["probe.bias"].float(),
+        None if channel is None else channel.float(),
+    )

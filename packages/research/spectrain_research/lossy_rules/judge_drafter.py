@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spectrain.copying.occurrences import build_trie
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capabilities
+from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
 from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
@@ -28,6 +28,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.randomness import sequence_generator
 from spectrain.trees.rollout import Draft
+from spectrain_research.lossy_rules.channel import draw_training_cost
 from spectrain_research.lossy_rules.labels import GivenLabels
 from spectrain_research.shared.purposes import JUDGED
 
@@ -45,8 +46,14 @@ class DraftJudge(Drafter):
     binary cross-entropy, `wrong_weight` times as large for wrong tokens (with 1, sigma is a
     probability); agreement is how often sigma > 1/2 is right. By itself it drafts copies of the
     text.
+
+    With `channel` the judge also reads c, the logarithm of the time of an exchange over a radio
+    channel, which is drawn anew for each text and step: sigma(w h + b + a c). The loss of rejecting
+    a right token is exp(c) times as large. For the best weights sigma is P exp(c) / (P exp(c) +
+    (1 - P) wrong_weight), P being the probability that the token is right.
     """
 
+    saved = SavedFiles(shape=("channel",))
     layers: tuple[Layer, ...] = ()
     capabilities = Capabilities(is_copier=True, is_acceptance_probe=True)
 
@@ -67,6 +74,9 @@ class DraftJudge(Drafter):
         # the last answer that may not be accepted. All other tokens of the answers are right. Null
         # takes the labels from the target.
         labels: str | None = None,
+        # Whether the judge also reads the state of a radio channel to the drafter
+        # (acceptance.snr_db), by which rejecting a right token costs more where the channel is bad.
+        channel: bool = False,
     ) -> None:
         super().__init__()
         for key, value in (("window", window), ("places", places), ("alternatives", alternatives)):
@@ -89,6 +99,7 @@ class DraftJudge(Drafter):
         self.probe = nn.Linear(target.width, 1)
         nn.init.zeros_(self.probe.weight)
         nn.init.zeros_(self.probe.bias)
+        self.channel = nn.Parameter(torch.zeros(1)) if channel else None
         self.texts = GrowingTexts(3)
 
     # Training
@@ -123,7 +134,12 @@ class DraftJudge(Drafter):
             else self.judge_given(batch, self.given)
         )
         logits = self.probe(states.to(self.probe.weight.dtype))[:, 0].float()
-        weights = weights * torch.where(is_right, 1.0, self.wrong_weight)
+        rejection_cost = torch.ones_like(logits)
+        if self.channel is not None:
+            costs = self.draw_channel_costs(batch, state.step).to(logits.device)
+            logits = logits + self.channel * costs
+            rejection_cost = costs.exp()
+        weights = weights * torch.where(is_right, rejection_cost, self.wrong_weight)
         terms = {
             "judge": (
                 weights
@@ -131,9 +147,22 @@ class DraftJudge(Drafter):
             ).sum()
         }
         if not len(states):  # no labels, but other processes wait for gradients
-            terms["judge"] = 0 * (self.probe.weight.sum() + self.probe.bias.sum())
+            terms["judge"] = 0 * torch.stack([part.sum() for part in self.parameters()]).sum()
         depths = torch.zeros_like(is_right, dtype=torch.int64)
         return Losses.by_depth(terms, (logits > 0) == is_right, depths, 1)
+
+    def draw_channel_costs(self, batch: Batch, step: int) -> Tensor:
+        """Draw a channel for each text, and return the logarithms [R] of the time of an exchange
+        at what is judged of it.
+        """
+        costs = []
+        for tokens, mask in batch.split_documents():
+            if self.given is None:
+                count = len(self.sample_ends(tokens, mask, step)) * self.alternatives
+            else:
+                count = int(is_judged(mask).sum())
+            costs.append(torch.full((count,), draw_training_cost(self.seed, tokens, step)))
+        return torch.cat(costs)
 
     @torch.no_grad()
     def judge_alternatives(
@@ -176,9 +205,9 @@ class DraftJudge(Drafter):
         states = []
         labels = []
         for (tokens, mask), own in zip(batch.split_documents(), rows):
-            is_judged = mask.bool() & F.pad(mask.bool()[1:], (0, 1))
-            states.append(own[is_judged.to(own.device)])
-            labels.append(given.find(tokens, mask)[is_judged])
+            judged = is_judged(mask)
+            states.append(own[judged.to(own.device)])
+            labels.append(given.find(tokens, mask)[judged])
         is_right = torch.cat(labels).to(final.device)
         return torch.cat(states), is_right, torch.ones(len(is_right), device=final.device)
 
@@ -252,3 +281,10 @@ class DraftJudge(Drafter):
                 build_trie(row.find_occurrences(depth, 64, 1)) for row in self.texts.rows
             ]
         )
+
+
+def is_judged(mask: Tensor) -> Tensor:
+    """Mark the tokens of answers by their mask [T], without the last one of each, after which no
+    feature is read.
+    """
+    return mask.bool() & F.pad(mask.bool()[1:], (0, 1))

@@ -4,3 +4,4 @@ keys never serve two purposes.
 
 JUDGED = 14
 TRAJECTORY = 22
+CHANNEL = 24

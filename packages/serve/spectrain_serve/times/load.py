@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,9 @@ class TimeTable:
     answer_tokens: Sequence[int]
     # Seconds of a drafted round that drafting takes; {} where they were not measured.
     draft_seconds: dict[int, float] = field(default_factory=dict)
+    # For each text, its numbers of rounds that emitted 1, 2, .. tokens; [] where they were not
+    # counted.
+    text_rounds: Sequence[Sequence[int]] = ()
 
     @property
     def max_texts(self) -> int:
@@ -107,6 +110,9 @@ class SimulatedRequest:
     gaps: list[float] = field(default_factory=list)
 
 
+Request = TypeVar("Request", bound=SimulatedRequest)
+
+
 @dataclass(frozen=True)
 class LoadPoint:
     """What a server does at one rate of arrivals."""
@@ -136,27 +142,41 @@ def simulate_load(
 ) -> LoadPoint:
     """Simulate requests that arrive at `rate` per second until all are answered."""
     random = np.random.default_rng(seed)
-    arrivals = np.cumsum(random.exponential(1 / rate, num_requests))
-    lengths = random.choice(np.asarray(table.answer_tokens), num_requests)
-    requests = [
-        SimulatedRequest(float(start), int(count), int(count))
-        for start, count in zip(arrivals, lengths)
-    ]
-    num_texts = serve_requests(table, policy, requests, random)
+    requests = draw_requests(table, rate, num_requests, random)
+
+    def run_round(active: Sequence[SimulatedRequest]) -> tuple[float, list[int]]:
+        drafts = policy(table, len(active))
+        times = table.round_seconds if drafts else table.step_seconds
+        lengths = table.nearest_lengths(len(active)) if drafts else [1.0]
+        draws = 1 + random.choice(len(lengths), len(active), p=lengths)
+        return table.interpolate(times, len(active)), draws.tolist()
+
+    num_texts = serve_rounds(table, run_round, requests)
     return summarize_load(requests, rate, bound_ms, num_texts)
 
 
-def serve_requests(
+def draw_requests(
+    table: TimeTable, rate: float, num_requests: int, random: np.random.Generator
+) -> list[SimulatedRequest]:
+    """Draw requests that arrive at `rate` per second, with the answers of measured texts."""
+    arrivals = np.cumsum(random.exponential(1 / rate, num_requests))
+    lengths = random.choice(np.asarray(table.answer_tokens), num_requests)
+    return [
+        SimulatedRequest(float(start), int(count), int(count))
+        for start, count in zip(arrivals, lengths)
+    ]
+
+
+def serve_rounds(
     table: TimeTable,
-    policy: Policy,
-    requests: Sequence[SimulatedRequest],
-    random: np.random.Generator,
+    run_round: Callable[[Sequence[Request]], tuple[float, list[int]]],
+    requests: Sequence[Request],
 ) -> float:
     """Serve requests in the order of their arrival, and return the mean number of texts in a
-    round.
+    round. `run_round` gives the seconds of a round and the tokens that each of its texts gets.
     """
     waiting = deque(requests)
-    active = list[SimulatedRequest]()
+    active = list[Request]()
     clock = 0.0
     sizes: list[int] = []
     while waiting or active:
@@ -170,15 +190,10 @@ def serve_requests(
             active += [request] if request.remaining > 0 else []
         if not active:
             continue
-        drafts = policy(table, len(active))
-        seconds = table.interpolate(
-            table.round_seconds if drafts else table.step_seconds, len(active)
-        )
+        seconds, tokens = run_round(active)
         clock += seconds
         sizes.append(len(active))
-        lengths = table.nearest_lengths(len(active)) if drafts else [1.0]
-        draws = 1 + random.choice(len(lengths), len(active), p=lengths)
-        for request, emitted in zip(active, draws.tolist()):
+        for request, emitted in zip(active, tokens):
             count = min(emitted, request.remaining)
             # Other prompts that were read in between delay a text too.
             request.gaps += [clock - request.finish, *[0.0] * (count - 1)]

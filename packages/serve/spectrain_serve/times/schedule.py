@@ -16,6 +16,7 @@ from typing import Any
 
 from . import load
 from .load import NUM_REQUESTS, POLICIES, TimeTable, simulate_load, simulate_policies
+from .request_lengths import simulate_request_lengths
 
 
 def make_schedule(table: TimeTable, num_tokens: int) -> list[int]:
@@ -145,10 +146,13 @@ def simulate_server(
     times: Mapping[str, Any], bound_ms: float, num_tokens: int | None
 ) -> dict[str, Any]:
     """Return the entry `load` of a sweep over batch sizes: a server with these times under load
-    and, for a drafter of chains of `num_tokens`, the schedule of its draft tokens.
+    and, for a drafter of chains of `num_tokens`, the schedule of its draft tokens, and what lengths
+    by request gain.
     """
     table = TimeTable(**times)
     entry = simulate_policies(table, bound_ms)
     if num_tokens is not None:
         entry["schedule"] = simulate_schedule(table, num_tokens, bound_ms)
+        if table.text_rounds:
+            entry["request_lengths"] = simulate_request_lengths(table, num_tokens, bound_ms)
     return entry

@@ -379,11 +379,10 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
     keys |= dict.fromkeys(
         column.key.split(".")[0] for column in (*SYSTEM_COLUMNS, *TEXT_POSITION_COLUMNS)
     )
+    differs = lossless and (lossless.get("distribution") or {}).get("verdict") == "different"
     # In half precision rounding may decide between tokens.
     same = not lossless or not lossless["differences"] or setting["dtype"] != "float32"
-    is_exact = same and (
-        lossless is None or (is_declared_lossless(lossless) and lossless["lossless"] is not False)
-    )
+    is_exact = same and (lossless is None or (is_declared_lossless(lossless) and not differs))
     return {
         "name": run.name,
         "label": run.name,

@@ -49,10 +49,12 @@ class ServingMemory:
 def list_layer_caches(config: Any) -> list[LayerCache]:
     """Return the caches of a model's layers, from its (text) configuration."""
     count = int(config.num_hidden_layers)
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    window = getattr(config, "sliding_window", None) or getattr(
-        config, "attention_chunk_size", None
-    )
+    sliding = getattr(config, "sliding_window", None)
+    # A model that lists no types, as Mistral 7B's first version, has the window in every layer.
+    has_window = sliding and getattr(config, "use_sliding_window", True)
+    default = ["sliding_attention" if has_window else "full_attention"] * count
+    kinds = list(getattr(config, "layer_types", None) or default)
+    window = sliding or getattr(config, "attention_chunk_size", None)
     caches = []
     for kind in kinds[:count]:
         if any(name in str(kind) for name in STATEFUL):

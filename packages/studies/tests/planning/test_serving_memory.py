@@ -10,6 +10,7 @@ from transformers import (
     DynamicCache,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     Qwen3NextConfig,
 )
 
@@ -37,6 +38,7 @@ CONFIGS = {
     "sliding windows": Gemma3TextConfig(
         **SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2
     ),
+    "a window in every layer": MistralConfig(**SIZES, sliding_window=8),
 }
 
 
