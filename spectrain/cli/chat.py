@@ -33,6 +33,7 @@ from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto
 
 from .chat_output import DecodingSpeed, PlainOutput, TerminalOutput, TextPiece, TextStream
+from .termination import Terminated
 
 # Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and
 # timing each takes a while.
@@ -209,6 +210,8 @@ class TerminalChat:
                 raise UserError(
                     f"standard input: it is no text ({error.reason}); write it in UTF-8"
                 ) from error
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 if not asks:
                     raise
@@ -299,6 +302,8 @@ class TerminalChat:
         with self.output.open_answer():
             try:
                 (latest,) = session.decode([prompt], limit, [self.turn], on_round=watch)
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 stopped = True
             self.output.show_pieces(

@@ -11,8 +11,10 @@ from spectrain.config.installed import load_entry_points
 from spectrain.config.missing import explain_missing
 from spectrain.config.spec import RunSpec
 from spectrain.data.inspect import format_example, format_legend
+from spectrain.files import require_writable
 from spectrain.output.console import make_console
 from spectrain.runs.init_drafter import apply_init_shape
+from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
 
 NUM_SAMPLES = 3
@@ -25,6 +27,7 @@ def dry_run(spec: RunSpec) -> None:
     spec = apply_init_shape(spec)
     if spec.run is not None and spec.resume is None:
         check_is_new(Path(spec.run))
+        require_writable(Path(spec.run), "run")
     planners = load_entry_points(PLAN)
     for print_plan in planners:
         print_plan(spec)
@@ -33,6 +36,8 @@ def dry_run(spec: RunSpec) -> None:
     reader = spec.data.build()
     reader.load_conversations()
     evaluation = spec.eval.build()
+    if evaluation is not None:
+        build_decoding(spec)
     target = spec.target.build()
     if evaluation is not None:
         evaluation.check_prompts(target)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from spectrain.errors import (
     suggest_nearest,
 )
 from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
-from spectrain.output.streams import clean_output
+from spectrain.output.streams import clean_output, drop_output
 from spectrain.output.verbosity import (
     FLAGS,
     command_output,
@@ -53,6 +54,7 @@ from .help import (
 )
 from .overrides import check_drafters, check_words, to_settings, write_overrides
 from .settings_file import split_settings_file
+from .termination import Terminated, raise_terminated
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"
@@ -74,22 +76,35 @@ def main() -> None:
 def run_command(arguments: list[str]) -> None:
     """Run the command of these words, and exit with its status."""
     try:
-        with_exit_codes(dispatch_command)(arguments)
-    except KeyboardInterrupt:
+        with raise_terminated():
+            with_exit_codes(dispatch_and_flush)(arguments)
+    except KeyboardInterrupt as error:
         again = (
             "; go on with the same command and trainer.resume=auto run=DIR"
             if arguments[:1] == ["train"]
             else ""
         )
+        if isinstance(error, Terminated):
+            sys.exit(print_failure(f"{error}{again}", error.status))
         sys.exit(print_failure(f"stopped{again}", 1))
     except BrokenPipeError:  # whoever read has had enough, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         sys.exit(1)
 
 
 def print_failure(message: str, status: int) -> int:
-    print(f"spectrain: {message}", file=sys.stderr)
+    """Print why a command failed, where anybody can read it, and return its exit status."""
+    with suppress(OSError):
+        print(f"spectrain: {message}", file=sys.stderr, flush=True)
     return status
+
+
+def dispatch_and_flush(arguments: list[str]) -> None:
+    """Run a command, and fail here where its output cannot be written."""
+    try:
+        dispatch_command(arguments)
+    finally:
+        sys.stdout.flush()
 
 
 def dispatch_command(arguments: list[str]) -> None:

@@ -103,12 +103,23 @@ def compare_settings(words: list[str]) -> list[str]:
 
 def write_overrides(words: Iterable[str]) -> list[str]:
     """Return the words of a command as hydra's overrides, `a.b=c` as `++a.b=c`: defaults live in
-    constructors, so a key need not stand in a yaml.
+    constructors, so a key need not stand in a yaml. Hydra's own flags come first, because hydra
+    refuses settings on both sides of a flag.
 
     `check_config`, which knows the constructors, reports unknown keys later.
     """
     groups = list_config_groups(conf_folders())
-    return [_allow_new_key(word, groups) for word in words]
+    flags = list[str]()
+    settings = list[str]()
+    rest = iter(words)
+    for word in rest:
+        if word in VALUE_FLAGS:
+            flags += [word, *islice(rest, 1)]
+        elif word.startswith("-"):
+            flags.append(word)
+        else:
+            settings.append(_allow_new_key(word, groups))
+    return [*flags, *settings]
 
 
 def _allow_new_key(word: str, groups: set[str]) -> str:

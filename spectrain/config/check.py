@@ -56,6 +56,8 @@ OTHER_NAMES = {
 MAX_SHOWN_CHARACTERS = 300
 # Values of a list or a group in a file; the longest are the nodes of a fixed tree, 4096.
 MAX_VALUES = 10_000
+# No setting counts further; what it counts with has integers of 64 bits.
+MAX_INTEGER = 2**63 - 1
 # Levels of nested settings.
 MAX_NESTING = 64
 
@@ -167,6 +169,8 @@ def check_value(full: str, value: Any, key: SettingKey) -> Any:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
     if not is_finite(checked):
         raise UserError(f"{full}={shorten(value)}: use a finite number")
+    if not fits_integers(checked):
+        raise UserError(f"{full}={shorten(value)}: use at most {MAX_INTEGER}")
     return checked
 
 
@@ -244,6 +248,15 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def fits_integers(value: Any) -> bool:
+    """Tell whether all integers in a value have at most 64 bits."""
+    if isinstance(value, Mapping):
+        return all(map(fits_integers, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(fits_integers, value))
+    return not isinstance(value, int) or abs(value) <= MAX_INTEGER
 
 
 def violation_text(error: ValidationError, hint: Any) -> str:

@@ -247,7 +247,7 @@ def split_held_out(
     A draw keyed by a hash of a conversation's first example is compared with the share, so its side
     depends neither on the order nor on what else is in the data, and a duplicate never lands in
     both parts; with "auto" the other draws decide the share (`choose_held_out_share`). Of a few
-    conversations none may be held out.
+    conversations none may be held out, and with "auto" never all of them.
     """
     groups = [group for group in conversations if group]
     draws = [Random(f"held out/{group[0].content_hash}").random() for group in groups]
@@ -256,6 +256,8 @@ def split_held_out(
     apart: list[Example] = []
     for group, draw in zip(groups, draws):
         (apart if draw < limit else training).extend(group)
+    if share == "auto" and not training:
+        return apart, []
     return training, apart
 
 

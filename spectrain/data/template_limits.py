@@ -5,6 +5,9 @@ The sandbox of `transformers` keeps a template from running code. It does not ke
 without end, or from asking for a text of 20 GB. Here every loop step, call, filter and operator of
 a template takes from a budget, which depends on the conversation alone and not on a clock, and
 everything that makes a large value is checked before the value is made.
+
+What a template prints is the same in every process, because data, stores and resumed trainings
+have the same tokens: it draws nothing at random, and prints no address of an object.
 """
 
 from __future__ import annotations
@@ -59,10 +62,14 @@ SHALLOW = {"length", "count", "first", "last", "default", "d", "reverse", "items
            "filter", "odd", "even", "divisibleby", "escaped", "sameas"}  # fmt: skip
 """Filters and tests that take no longer for a long text or a deep list, and that make none."""
 WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*?(\*|\d{5,})")
+RANDOM_FUNCTIONS = ("random", "lipsum", "generate_lorem_ipsum")
+"""Filters and functions of jinja that draw at random."""
+OBJECT_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
+"""How Python ends the text of an object that has no text of its own."""
 
 
 class TemplateLimitError(UserError):
-    """A chat template that needs more than the limits."""
+    """A chat template that needs more than the limits, or whose text differs in every process."""
 
 
 class _Budget:
@@ -162,11 +169,30 @@ def check_value(value: Any) -> Any:
     return value
 
 
+def check_printed(value: Any) -> Any:
+    """Return a value that a template prints unchanged, after a check of its size; raise an error
+    for an object whose text is its address, as of a filter's result that is not made a list.
+    """
+    check_value(value)
+    is_plain = value is None or isinstance(value, (str, int, float))
+    if not is_plain and (address := OBJECT_ADDRESS.search(text := str(value))) is not None:
+        raise TemplateLimitError(
+            f"target: its chat template prints {text[: address.start()][-60:]}{address[0]}, whose "
+            f"address differs in every process; {ADVICE}"
+        )
+    return value
+
+
 def check_arguments(name: str, arguments: Iterable[Any], options: Mapping[str, Any]) -> None:
     """Check the arguments of a filter, a function or a method before it runs."""
+    if name in RANDOM_FUNCTIONS:
+        raise TemplateLimitError(
+            f"target: its chat template calls {name}, which draws at random, so its texts differ "
+            f"in every process; {ADVICE}"
+        )
     values = [*arguments, *options.values()]
     for value in values:
-        check_value(value)
+        check_printed(value) if name == "format" else check_value(value)
     if name in CHECKED_NAMES:
         check_result(name, values)
 
@@ -362,7 +388,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=sandbox.trim_blocks,
             lstrip_blocks=sandbox.lstrip_blocks,
             extensions=[type(extension) for extension in sandbox.extensions.values()],
-            finalize=check_value,
+            finalize=check_printed,
         )
         self.globals.update(sandbox.globals)
         self.filters = {
@@ -386,6 +412,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def check_parts(parts: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the parts of a text unchanged, after a check of their size together."""
+        for part in parts:
+            check_printed(part)
         _budget.check_size(sum(map(measure, parts)))
         return parts
 
@@ -427,6 +455,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 )
         if operator == "%" and isinstance(left, str):
             check_format(left)
+            check_printed(right)
         return check_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:

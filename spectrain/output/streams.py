@@ -7,6 +7,7 @@ The command line imports this before anything heavy, so rich stays out of it.
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -44,6 +45,28 @@ class CleanStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of standard streams that were closed before this process began,
+    as by `>&-`: a file that is opened later would take a stream's number, and receive what is
+    printed.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            # The stream stays open as long as the process.
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def drop_output() -> None:
+    """Print nothing more on a standard output that nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.data.datastore import INDEX_FILE, Datastore
 from spectrain.data.index import index_dataset
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, make_folder_once, require_writable
@@ -24,6 +25,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
+from spectrain.trees.base import TreeBuilder
 
 from .candidate import Candidate
 from .drafters import load_drafter, load_facts, save_drafter
@@ -99,6 +101,13 @@ def load_target(spec: RunSpec, run: Path) -> Target:
     return target
 
 
+def build_decoding(spec: RunSpec) -> tuple[TreeBuilder, AcceptanceRule]:
+    """Return the tree builder and the rule that a drafter is scored with; a training builds them
+    before it begins, so that a mistake in them is not reported after it.
+    """
+    return spec.tree.build(), spec.acceptance.build()
+
+
 @dataclass
 class RunScoring:
     """A drafter to score, and what its run knows about it."""
@@ -164,8 +173,7 @@ class RunScoring:
         return Candidate(
             self.target,
             self.drafter,
-            spec.tree.build(),
-            spec.acceptance.build(),
+            *build_decoding(spec),
             describe_run(spec, self.run, self.target, self.drafter),
             make_untrained=make_untrained if trainable else None,
             load_original=spec.target.build if changed_target else None,

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import FeaturesRead, Source
@@ -38,7 +39,7 @@ from .drafters import save_drafter
 from .init_drafter import apply_init_shape, init_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
-from .score import RunScoring, load_scoring
+from .score import RunScoring, build_decoding, load_scoring
 
 
 @dataclass
@@ -135,6 +136,7 @@ def load_inputs(
     if dataset is None:
         data.load_conversations()
     evaluation = spec.eval.build()
+    decoding = None if evaluation is None else build_decoding(spec)
     target = target or spec.target.build()
     assert target is not None
     # Some drafters change the target's layers.
@@ -145,6 +147,8 @@ def load_inputs(
     # A stream needs trainer.max_steps.
     trainer.num_steps(dataset)
     drafter = init_drafter(spec, target, dataset)
+    if decoding is not None:
+        check_compatibility(drafter.capabilities, *decoding)
     if not all(stage.layers for stage in drafter.stages):
         target.require_layers(f"drafter={spec.drafter.choice}, whose loss runs the target,")
     source = make_source(spec)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from spectrain.config.values import Below1, Count, NotNegative, Positive, Seed, Share
+from spectrain.config.values import Below1, Count, Epochs, NotNegative, Positive, Seed, Share
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.errors import UserError
 from spectrain.models.target import Target
@@ -222,7 +222,7 @@ class TrainerSettings:
     # model.
     lr: float | Literal["auto"] = "auto"
     # Number of passes over the data; a fraction is allowed.
-    epochs: float = 1.0
+    epochs: Epochs = 1.0
     # Number of optimizer steps, used instead of epochs; null trains for trainer.epochs.
     max_steps: int | None = None
     # Training time in minutes, used instead of epochs; warm-up and schedule follow it. Null sets no

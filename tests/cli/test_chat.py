@@ -21,6 +21,7 @@ from spectrain.cli import chat, chat_output
 from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, TerminalChat
 from spectrain.cli.chat_output import PlainOutput, TerminalOutput, TextPiece, TextStream
+from spectrain.cli.termination import Terminated
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -253,6 +254,19 @@ def test_an_interrupt_keeps_the_beginning(tiny: Target, chat_session: TerminalCh
     assert decode_alone(tiny, make_prompt(tiny, "What is a bee?"), 24).startswith(
         get_output(chat_session).text
     )
+
+
+def test_chat_ends_by_a_signal_and_not_by_an_interrupt(
+    chat_session: TerminalChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends an answer; a signal that ends the process ends the chat."""
+
+    def stop(*_: object) -> None:
+        raise Terminated(signal.SIGTERM)
+
+    monkeypatch.setattr(chat_session.output, "show_pieces", stop)
+    with pytest.raises(Terminated):
+        chat_session.answer_question("What is a bee?")
 
 
 @pytest.mark.parametrize(

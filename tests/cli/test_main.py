@@ -86,6 +86,18 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("drafter.loss=forward_kll", "forward_kl"),
     ),
     "null for a number": (train_words("trainer.lr=null"), ("trainer.lr", "float")),
+    "count that no integer of 64 bits holds": (
+        train_words("trainer.max_steps=99999999999999999999999"),
+        ("trainer.max_steps=99999999999999999999999", "9223372036854775807"),
+    ),
+    "passes without end": (
+        train_words("trainer.epochs=1e300"),
+        ("trainer.epochs=1e+300", "1000000 or less"),
+    ),
+    "tree that only the score would refuse": (
+        train_words("eval=default", "tree.depth=1000000000"),
+        ("tree.depth=1000000000", "4096 or less"),
+    ),
     "rate of zero": (train_words("trainer.lr=0"), ("trainer.lr=0",)),
     "resume misspelt": (train_words("trainer.resume=yes"), ("trainer.resume", "auto")),
     "resume without run": (
@@ -403,6 +415,19 @@ def test_values_are_converted_to_the_declared_type(text: str, expected: float) -
         config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={text}"])
     lr = RunSpec.from_config(config).trainer.get("lr")
     assert type(lr) is float and lr == expected
+
+
+def test_flags_of_hydra_may_stand_between_settings() -> None:
+    """Hydra itself refuses settings on both sides of a flag."""
+    words = ["recipe=eagle3", "-m", "trainer.lr=1,2", "--config-dir", "conf", "run=a"]
+    assert write_overrides(words) == [
+        "-m",
+        "--config-dir",
+        "conf",
+        "recipe=eagle3",
+        "++trainer.lr=1,2",
+        "++run=a",
+    ]
 
 
 def test_unresolvable_reference_is_named() -> None:

@@ -109,6 +109,20 @@ HOSTILE = {
 """Templates of a stranger that run without end, or that take gigabytes."""
 
 
+UNSTABLE = {
+    "random filter": ("{{ ['a', 'b']|random }}", "random"),
+    "random text": ("{{ lipsum(n=1) }}", "lorem_ipsum"),
+    "random part": ("{% set x = ([1, 2]|random) ~ 'a' %}{{ x }}", "random"),
+    "generator": ("{{ messages|map(attribute='role') }}", "generator"),
+    "generator in a list": ("{{ [messages|map('upper')] }}", "generator"),
+    "generator in a text": ("{{ 'a' ~ (messages|map('upper')) }}", "generator"),
+    "generator in a format": ("{{ '%s'|format(messages|map('upper')) }}", "generator"),
+    "method": ("{{ 'a'.upper }}", "method"),
+    "object": ("{{ cycler('a') }}", "Cycler"),
+}
+"""Templates whose text differs from process to process, and what the sentence names."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_names_no_argument_of_the_renderer(name: str, tmp_path: Path, tiny: Target) -> None:
     row = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": True, name: "x"}}
@@ -151,6 +165,23 @@ def test_a_hostile_template_ends_in_one_sentence(
     ) as caught:
         ChatTemplate(tiny.tokenizer).render(MESSAGES)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", UNSTABLE)
+def test_a_template_whose_text_differs_by_process_is_refused(
+    name: str, tiny: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, word = UNSTABLE[name]
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", source)
+    with pytest.raises(UserError, match=rf"^target: its chat template .*{word}.* in every process"):
+        ChatTemplate(tiny.tokenizer).render(MESSAGES)
+
+
+def test_an_address_in_a_text_is_only_text(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation about a traceback is rendered as it is."""
+    text = "<generator object f at 0x7f00>"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", "{{ '' ~ messages[0].content }}")
+    assert ChatTemplate(tiny.tokenizer).render([{"role": "user", "content": text}]) == text
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset, split_held_out
+from spectrain.data.dataset import MIN_HELD_OUT_SHARE, Dataset, split_held_out
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import record_answers, replay
@@ -87,6 +87,16 @@ def test_a_share_is_held_out(count: int, share: float, least: int, most: int) ->
     )
     Random(1).shuffle(all_conversations)
     assert content_hashes(split_held_out(all_conversations, share)[1]) == content_hashes(validation)
+
+
+def test_auto_leaves_something_to_train_on() -> None:
+    """A conversation that is the only one is trained on, whatever side it would be on."""
+    all_conversations = make_conversations(300)
+    apart = [c for c in all_conversations if split_held_out([c], MIN_HELD_OUT_SHARE)[1]]
+    assert apart
+    for conversation in apart:
+        assert split_held_out([conversation], "auto") == (conversation, [])
+        assert split_held_out([conversation], MIN_HELD_OUT_SHARE) == ([], conversation)
 
 
 def test_a_side_depends_on_nothing_else_and_twins_go_together() -> None:

@@ -98,9 +98,10 @@ def find_route(method: str, path: str, raw_path: bytes) -> Route:
 
 def check_headers(headers: Headers) -> None:
     """Raise a Refusal for headers that are too many, too long, or hold characters that could end
-    a header.
+    a header; for several hosts, and for a body in another coding than chunks, which two servers
+    may understand differently.
     """
-    total = number = 0
+    total = number = num_hosts = 0
     lengths: set[bytes] = set()
     for name, value in headers:
         number += 1
@@ -109,6 +110,9 @@ def check_headers(headers: Headers) -> None:
             raise Refusal(400, "a header is malformed")
         if name == b"content-length":
             lengths.add(value)
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise Refusal(501, "the body has a transfer coding other than chunked; send it plain")
+        num_hosts += name == b"host"
     if number > MAX_HEADERS or total > MAX_HEADER_BYTES:
         raise Refusal(
             431,
@@ -117,6 +121,8 @@ def check_headers(headers: Headers) -> None:
         )
     if len(lengths) > 1:
         raise Refusal(400, "the headers name several lengths")
+    if num_hosts > 1:
+        raise Refusal(400, "the headers name several hosts")
 
 
 def check_encoding(headers: Headers) -> None:

@@ -307,6 +307,24 @@ def test_lengths_of_paths_headers_and_names_are_bounded(server: EchoServer) -> N
         assert refusal.value.status == 431
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([(b"host", b"x"), (b"host", b"x")], 400),
+        ([(b"host", b"x"), (b"host", b"y")], 400),
+        ([(b"transfer-encoding", b"gzip, chunked")], 501),
+        ([(b"transfer-encoding", b"identity")], 501),
+    ],
+)
+def test_headers_that_two_servers_may_read_differently_are_refused(
+    headers: list[tuple[bytes, bytes]], status: int
+) -> None:
+    check_headers([(b"host", b"x"), (b"transfer-encoding", b"Chunked")])
+    with pytest.raises(Refusal) as refusal:
+        check_headers(headers)
+    assert refusal.value.status == status
+
+
 def test_open_requests_are_bounded(server: EchoServer) -> None:
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
         proxy.counters.num_open = 1

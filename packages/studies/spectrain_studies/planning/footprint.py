@@ -5,10 +5,11 @@ Target and drafter are built on torch's device "meta", so only config.json is re
 modules are in row_cost.py, and those of families in `Drafter.step_cost`.
 """
 
-from collections import Counter
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,9 +80,11 @@ class Models:
     @cached_property
     def stage_shares(self) -> dict[int, float]:
         """The share of the steps that each stage has, by its index."""
-        stages = self.drafter.stages
-        numbers = Counter(stage_at(stages, step, self.num_steps) for step in range(self.num_steps))
-        return {number: count / self.num_steps for number, count in sorted(numbers.items())}
+        ends = accumulate(stage.share for stage in self.drafter.stages[:-1])
+        # The first step of each later stage; as `stage_at` decides, which reads a single step.
+        starts = [0, *(min(math.ceil(end * self.num_steps), self.num_steps) for end in ends)]
+        counts = [end - start for start, end in zip(starts, [*starts[1:], self.num_steps])]
+        return {number: count / self.num_steps for number, count in enumerate(counts) if count}
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -5,6 +5,7 @@
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Stage, stage_at
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
@@ -515,6 +517,23 @@ def test_mistakes(settings: tuple[str, ...], words: str) -> None:
     """Each error names its key."""
     with pytest.raises(ValueError, match=words):
         make_plan("recipe=medusa1", "target=tiny", *settings)
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (0.3, 0.7), (0.5, 0.1, 0.4)])
+def test_shares_of_stages_are_those_of_their_steps(shares: tuple[float, ...]) -> None:
+    """Counted step by step for a few steps, and without counting for any number."""
+    stages = [Stage([], (), share) for share in shares]
+
+    def find_shares(num_steps: int) -> dict[int, float]:
+        models: Any = SimpleNamespace(drafter=SimpleNamespace(stages=stages), num_steps=num_steps)
+        return dict(Models.stage_shares.func(models))
+
+    for num_steps in (1, 2, 3, 7, 10, 33):
+        counted = Counter(stage_at(stages, step, num_steps) for step in range(num_steps))
+        assert find_shares(num_steps) == {
+            stage: count / num_steps for stage, count in sorted(counted.items())
+        }
+    assert find_shares(2**62) == pytest.approx(dict(enumerate(shares)))
 
 
 def test_a_plan_knows_its_device() -> None:
