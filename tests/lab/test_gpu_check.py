@@ -100,7 +100,7 @@ def test_every_line_of_the_script_runs(image_environment: dict[str, str], tmp_pa
     stand_in = tmp_path / "python"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
-    runs = f"{tmp_path / 'run'} run=broken"
+    runs = f"{tmp_path / 'run'} {tmp_path / 'run=broken'}"
     quick = {**image_environment, "PYTHON": str(stand_in), "TARGET": "target", "RUNS": runs}
     for words in ("online toy", "families", "train", "score", "bench", "scale toy"):
         assert run_script(words.split(), quick, trace) == 0, words
