@@ -316,6 +316,18 @@ def require_writable(destination: Path, key: str) -> None:
         )
 
 
+def refuse_nonempty(out: Path) -> None:
+    """Raise UserError where `out` is a link, already holds something, or cannot be written."""
+    require_writable(out, "out")
+    if out.is_symlink():
+        raise UserError(
+            f"{out}: it is a link and would be replaced; give the folder that it points to, or "
+            "another"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: it already holds files; choose another folder")
+
+
 def shorten_path(path: Path | str) -> str:
     """Return a path for a message, without the middle of a very long one."""
     text = str(path)

@@ -17,7 +17,6 @@ from spectrain.export.card import describe_loss, read_shown_scores, render_card
 from spectrain.export.converter import (
     convert,
     read_drafter,
-    refuse_nonempty,
     require_servable,
     resolve_target,
     write_checked,
@@ -32,7 +31,6 @@ from spectrain.export.layouts import (
     detect_layout,
     find_weightless_export,
     read_files,
-    require_format,
     select_layout,
 )
 from spectrain.export.linter import UNREADABLE, lint_files
@@ -40,11 +38,13 @@ from spectrain.export.measure import load_drafter
 from spectrain.export.quantization import WeightQuantization
 from spectrain.export.schedules import find_schedules, write_schedules
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, refuse_nonempty
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
+
+from .export_checks import check_export, require_keys
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,13 @@ def export_command(
     Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
     quantization: WeightQuantization | None = quantize.build() if quantize else None
-    if format is not None:
-        require_format(format)
-    if run is None and format in TARGET_FORMATS and target is not None:
+    check_export(run, format, out, target)
+    if run is None and target is not None:
         refuse_quantization(quantization, f"format={format} of a target")
-        require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
         return export_target(
             TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python
         )
-    require_keys(
-        "spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out
-    )
     folder = Path(str(out))
-    refuse_nonempty(folder)
     requested = requested_target(target)
     drafter = read_drafter(require_drafter_directory("run", str(run)), requested)
     layout = select_layout(drafter.family, str(format), dtype)
@@ -276,20 +270,12 @@ def export_target(
 ) -> Path:
     """Write a target in an engine's format into a new folder; return the folder."""
     folder = Path(out)
-    refuse_nonempty(folder)
     target_format = TARGET_FORMATS[format_name]
     write_target: Callable[..., Path] = resolve_name(target_format.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         name = write_target(target, scratch, dtype, engine_python).name
     print(f"{target.name}, {target_format.title}: written to {folder / name}")
     return folder
-
-
-def require_keys(example: str, **settings: Any) -> None:
-    """Raise a UserError for the first of these settings that has no value."""
-    for key, value in settings.items():
-        if value is None:
-            raise UserError(f"{key}: it must be given, as in {example}")
 
 
 def convert_command(
@@ -300,24 +286,16 @@ def convert_command(
     dtype: str | None = None,
 ) -> None:
     """Write the drafter of a run, or of any directory, in the layout that `format` names."""
-    require_keys(
-        "spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm",
-        run=run,
-        out=out,
-        format=format,
-    )
     folder = convert(
         resolve_directory(run), Path(str(out)), str(format), requested_target(target), dtype
     )
     print(f"{detect_layout(read_files(folder)).title}: written to {folder}")
 
 
-def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
+def lint_command(run: str, target: GroupSpec | None = None) -> None:
     """Print what is wrong with a drafter's files; raise a RunError (exit status 1) if there is
     an error.
     """
-    if run is None:
-        raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(run)
     files = read_files(directory)
     results = lint_files(files, requested_target(target))

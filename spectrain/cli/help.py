@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,10 @@ HELP_WORDS = ("-h", "--help", "help")
 EXAMPLE_RECIPE = "eagle3"
 ALL = "all"
 """The topic of help that shows everything."""
-MAX_LINES = 60
-"""Lines of help without a topic: two screens."""
+MAX_LINES = 48
+"""Lines of help without a topic: two screens of 24 lines."""
+MAX_SETTING = 40
+"""Characters of a key with its value in a line of its own."""
 
 
 HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
@@ -72,11 +74,11 @@ def explain_command(name: str, words: list[str], topic: str | None = None) -> st
     if topic not in (None, ALL, *groups):
         nearest = suggest_nearest(str(topic), [ALL, *sorted(groups)])
         raise UserError(f"--help {topic}: there is no such group; {nearest}")
-    title = f"spectrain {name}: {command.about}"
+    title = wrap_text(f"spectrain {name}: {command.about}", "  ", "")
     if config is not None and topic not in (None, ALL):
         return "\n\n".join([title, *config.describe_group(str(topic))])
     examples = [
-        f"  spectrain {name} {words}".rstrip() + f"\n{wrap_text(meaning, '      ')}"
+        f"{wrap_command(f'spectrain {name} {words}'.rstrip())}\n{wrap_text(meaning, '      ')}"
         for words, meaning in command.examples.items()
     ]
     head = [title, format_section("Examples", "\n".join(examples))]
@@ -89,6 +91,7 @@ def explain_command(name: str, words: list[str], topic: str | None = None) -> st
         return text
     if command.flags:
         flags = [format_section("Flags", format_lines(command.flags))]
+    readers = list_readers_section(name, format_lines)
     return "\n\n".join([*head, *config.summarize(), *readers, *flags, results])
 
 
@@ -112,30 +115,39 @@ class ConfigHelp:
         self.keys = {key.name: key for key in command_keys(name, self.schema)}
 
     def summarize(self) -> list[str]:
-        """Describe the groups in a line each, and the keys that are used most."""
+        """Describe in a line each the groups of the examples and of the keys that are used most;
+        name the other groups, and list these keys.
+        """
         sections = []
         if self.groups:
+            used = " ".join([*self.command.examples, *self.command.keys])
             lines = []
+            others = []
             for group in self.groups:
                 files = choice_files(group)
                 experimental = list_experimental(group, files)
                 names = " | ".join(each for each in files if each not in experimental)
-                if len(files) > 1:
+                if len(files) > 1 and re.search(rf"\b{group}[=.]", used):
                     lines.append(cut_line(f"  {group}={names}"))
+                elif len(files) > 1:
+                    others.append(group)
+            if others:
+                lines.append(wrap_text(f"also {', '.join(others)}", "  "))
             sections.append(format_section("Groups: GROUP=CHOICE", "\n".join(lines)))
         settings = self.keys | {
             f"{group}.{key.name}": key for group, keys in self.values.items() for key in keys
         }
         names_used = [key for key in self.command.keys if key in settings] or [*settings][:10]
         entries = {
-            format_setting(name, settings[name]): settings[name].description for name in names_used
+            shorten_setting(format_setting(name, settings[name])): settings[name].description
+            for name in names_used
         }
         sections.append(format_section("Keys used most: KEY=VALUE", format_lines(entries)))
-        topics = [f"spectrain {self.name} --help all: every choice and key"]
+        topics = ["--help all shows every choice and key"]
         if self.values:
             group = next(iter(self.values))
-            topics.append(f"--help GROUP: the keys of one group, as in --help {group}")
-        return [*sections, wrap_text(f"{'; '.join(topics)}.", "")]
+            topics.append(f"--help {group} those of a group")
+        return [*sections, wrap_text(f"{', '.join(topics)}.", "")]
 
     def describe(self) -> list[str]:
         """Describe the groups with their choices, and every key with its value, from the recipe or
@@ -195,15 +207,18 @@ def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
     return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
 
 
-def list_readers_section(name: str) -> list[str]:
+def list_readers_section(
+    name: str, format_entries: Callable[[Mapping[str, str]], str] | None = None
+) -> list[str]:
     """Return the section of a command's formats, each with the programs that read it; [] for a
-    command that writes none.
+    command that writes none. Without `format_entries`, long entries are wrapped.
     """
     if name not in ("export", "convert"):
         return []
     formats = EXPORT_FORMATS if name == "export" else FORMATS
     readers = {name: describe_format(name) or "spectrain" for name in formats}
-    return [format_section("Formats, and what reads them", format_list(readers))]
+    body = format_list(readers) if format_entries is None else format_entries(readers)
+    return [format_section("Formats, and what reads them", body)]
 
 
 def format_choices(group: str) -> str:
@@ -262,12 +277,24 @@ def format_setting(name: str, key: SettingKey) -> str:
     return f"{name}={'???' if key.default is None else key.default}"
 
 
+def shorten_setting(setting: str) -> str:
+    """Return a key with its value; a long value is left out."""
+    name, _, _ = setting.partition("=")
+    return setting if len(setting) <= MAX_SETTING else f"{name}=.."
+
+
 def format_lines(entries: Mapping[str, str]) -> str:
-    """List names with their descriptions, one line each; what does not fit is cut."""
+    """List names with their descriptions, one line each. Where a description does not fit, what
+    follows its first sentence or a semicolon is left out, and what still does not fit is cut.
+    """
     column = min(30, max((len(name) for name in entries), default=0) + 2)
-    return "\n".join(
-        cut_line(f"  {name.ljust(column - 2)}  {meaning}") for name, meaning in entries.items()
-    )
+    lines = []
+    for name, meaning in entries.items():
+        opening = f"  {name.ljust(column - 2)}  "
+        if len(opening + meaning) > help_width():
+            meaning = f"{first_sentence(meaning).partition('; ')[0].rstrip('.')}."
+        lines.append(cut_line(opening + meaning))
+    return "\n".join(lines)
 
 
 def cut_line(text: str) -> str:
@@ -308,6 +335,19 @@ def wrap_text(text: str, indent: str, first: str | None = None) -> str:
         )
         or opening
     )
+
+
+def wrap_command(text: str) -> str:
+    """Return a command in lines that a shell reads as one."""
+    lines = textwrap.wrap(
+        text,
+        help_width() - 2,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(lines)
 
 
 def format_section(title: str, body: str) -> str:

@@ -140,6 +140,15 @@ def compose_spec(settings: Mapping[str, Any]) -> RunSpec:
     return read_run(config, overrides=words, recipe=settings.get("recipe"))[0]
 
 
+def require_loaded(argument: str, value: object) -> None:
+    """Raise a UserError where an argument names a target or a drafter in place of being one."""
+    if isinstance(value, (str, os.PathLike)):
+        raise UserError(
+            f"{argument}: this is the name {os.fspath(value)!r}; load it first, by spectrain."
+            f"{argument.title()}.from_pretrained"
+        )
+
+
 @dataclass
 class PretrainedDrafter:
     """A drafter with its tree and its acceptance rule: `spectrain.Drafter`."""
@@ -169,6 +178,7 @@ class PretrainedDrafter:
         Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}. A UserError
         says in one sentence what is no drafter.
         """
+        require_loaded("target", target)
         path = locate_drafter(name)
         with hydra_context():
             requested, _ = compose_config("eval", {"run": path, **name_target(target), **settings})
@@ -251,6 +261,8 @@ def generate(
     At a temperature above 0, each position draws one token of the target's distribution by `seed`,
     drafted or not.
     """
+    require_loaded("target", target)
+    require_loaded("drafter", drafter)
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
     rule: AcceptanceRule = Greedy() if temperature == 0 else Match(temperature, seed=seed)
@@ -298,6 +310,8 @@ def evaluate(
     `prompts` is what `eval.prompts` takes, a list of texts or chats, or a `datasets.Dataset`. If
     `out` names a folder, everything that `spectrain eval` writes goes there.
     """
+    require_loaded("target", target)
+    require_loaded("drafter", drafter)
     with redirect_output(), TemporaryDirectory() as scratch:
         folder = Path(scratch if out is None else out)
         plain = {

@@ -280,9 +280,18 @@ def lazy_import(path: str) -> Any:
     return getattr(importlib.import_module(f"spectrain.{module}"), name)
 
 
-def call_with_keys(path: str, *keys: str) -> Task:
-    """Return the task that calls a function with the checked settings of these keys."""
-    return lambda config: lazy_import(path)(**read_command(config, keys))
+def call_with_keys(path: str, *keys: str, check: str | None = None) -> Task:
+    """Return the task that calls a function with the checked settings of these keys; `check` is
+    the path of a light function that refuses settings before the other one is imported.
+    """
+
+    def run(config: Any) -> None:
+        settings = read_command(config, keys)
+        if check is not None:
+            lazy_import(check)(**settings)
+        lazy_import(path)(**settings)
+
+    return run
 
 
 def call_with_spec(path: str, *keys: str) -> Task:
@@ -406,11 +415,20 @@ CORE_TASKS: Mapping[str, Task] = {
         "engine_python",
         "quantize",
         "drafter",
+        check="cli.export_checks.check_export",
     ),
     "convert": call_with_keys(
-        "cli.export.convert_command", "run", "format", "out", "target", "dtype"
+        "cli.export.convert_command",
+        "run",
+        "format",
+        "out",
+        "target",
+        "dtype",
+        check="cli.export_checks.check_convert",
     ),
-    "lint": call_with_keys("cli.export.lint_command", "run", "target"),
+    "lint": call_with_keys(
+        "cli.export.lint_command", "run", "target", check="cli.export_checks.check_lint"
+    ),
     "recipes": lambda words: print(describe_recipes(words)),
     "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),

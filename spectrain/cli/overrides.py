@@ -210,7 +210,11 @@ def check_drafters(name: str, words: list[str]) -> None:
     anything heavy is imported.
     """
     command = COMMANDS[name]
-    settings = {match[1]: match[2] for word in words if (match := SETTING_PATTERN.fullmatch(word))}
+    settings = {
+        match[1]: match[2]
+        for word in words
+        if word not in command.implied and (match := SETTING_PATTERN.fullmatch(word))
+    }
     read = [] if command.drafter is None or "drafter" in settings else [command.drafter]
     for key in {*read, "drafter.init"} & settings.keys():
         folder = settings[key].strip("'\"")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,16 @@ TYPE_NAMES: dict[str, Any] = {
     **{name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Union")},
 }
 TOOL_COMMENT = re.compile(r"noqa|type: ignore|fmt:")  # comments for tools
+# What a default that is computed from numbers may use.
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.Div: operator.truediv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+}
+# The factories of empty defaults, as literals.
+EMPTY_LITERALS = {"list": "[]", "tuple": "[]", "dict": "{}"}
 
 
 @dataclass(frozen=True)
@@ -266,6 +278,8 @@ def _field_default(value: ast.expr | None) -> ast.expr | None:
         return value
     options = {option.arg: option.value for option in value.keywords}
     factory = options.get("default_factory")
+    if isinstance(factory, ast.Name) and factory.id in EMPTY_LITERALS:
+        return ast.parse(EMPTY_LITERALS[factory.id], mode="eval").body
     return factory.body if isinstance(factory, ast.Lambda) else options.get("default", factory)
 
 
@@ -310,10 +324,21 @@ def _comment_above(source: ParsedModule, node: Any) -> str:
 
 def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
     """Return the value of a default: a literal, or a name that is assigned a literal, here or
-    where it is imported from.
+    where it is imported from, or a product or power of such.
     """
     if isinstance(default, (ast.Tuple, ast.List)):
-        return [_evaluate_default(source, element) for element in default.elts]
+        elements = list[Any]()
+        for element in default.elts:
+            if isinstance(element, ast.Starred):
+                elements += _evaluate_default(source, element.value)
+            else:
+                elements.append(_evaluate_default(source, element))
+        return elements
+    if isinstance(default, ast.BinOp) and type(default.op) in OPERATORS:
+        left = _evaluate_default(source, default.left)
+        right = _evaluate_default(source, default.right)
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            return OPERATORS[type(default.op)](left, right)
     try:
         return ast.literal_eval(default)
     except ValueError:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from spectrain.config.build import save_groups
 from spectrain.drafters.layers.target_kind import KIND_VARIANTS
 from spectrain.errors import RunError, UserError, first_line
-from spectrain.files import atomic_write, require_writable
+from spectrain.files import atomic_write, refuse_nonempty
 from spectrain.provenance import package_versions
 
 from .drafter_files import METADATA_FILE, write_json
@@ -182,15 +182,3 @@ def convert(
     with atomic_write(out, folder=True, is_new=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
     return out
-
-
-def refuse_nonempty(out: Path) -> None:
-    """Raise UserError where `out` is a link, already holds something, or cannot be written."""
-    require_writable(out, "out")
-    if out.is_symlink():
-        raise UserError(
-            f"{out}: it is a link and would be replaced; give the folder that it points to, or "
-            "another"
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: it already holds files; choose another folder")

@@ -9,7 +9,7 @@ import time
 from typing import Any, Literal
 
 from .console import make_console
-from .progress_line import ProgressLine
+from .progress_line import ProgressLine, format_duration
 from .verbosity import is_quiet
 
 # Seconds between two lines where there is no terminal.
@@ -45,14 +45,16 @@ class CountProgress:
     def advance(self, count: int, seconds_at_most: float | None = None) -> None:
         """Count more as done; a time limit ends the rest in `seconds_at_most` seconds."""
         self.completed += count
-        if self.line.is_live:
-            self.line.update(self.completed, self.describe())
-            left = self.line.estimate_left()
-            if seconds_at_most is not None and (left is None or left > seconds_at_most):
-                self.line.update(self.completed, self.describe(), seconds_left=seconds_at_most)
-        elif self.enabled and time.monotonic() - self.last_line > LINE_SECONDS:
+        self.line.update(self.completed, self.describe())
+        left = self.line.estimate_left()
+        if seconds_at_most is not None and (left is None or left > seconds_at_most):
+            left = seconds_at_most
+            self.line.update(self.completed, self.describe(), seconds_left=left)
+        is_due = time.monotonic() - self.last_line > LINE_SECONDS
+        if self.enabled and not self.line.is_live and is_due:
             self.last_line = time.monotonic()
-            print(f"{self.title}: {self.describe()}", file=sys.stderr, flush=True)
+            time_left = "" if left is None else f"; {format_duration(left)} left"
+            print(f"{self.title}: {self.describe()}{time_left}", file=sys.stderr, flush=True)
 
     def describe(self) -> str:
         """Return how much is done in words."""

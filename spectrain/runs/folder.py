@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from spectrain.config.installed import load_entry_points
-from spectrain.errors import UserError
+from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import OWN_SUFFIXES
 from spectrain.files import PICKLE_SUFFIXES
 
@@ -74,8 +74,21 @@ def require_drafter_directory(key: str, run: str | Path) -> Path:
     if directory is None:
         raise UserError(
             f"{key}={run}: there is no drafter in it; give a run folder or a drafter directory"
+            f"{suggest_runs(Path(run))}"
         )
     return directory
+
+
+def suggest_runs(run: Path) -> str:
+    """Return the drafters that a folder may mean which does not exist: its namesake in runs/, or
+    those beside it; "" if there are none.
+    """
+    if run.exists():
+        return ""
+    near = [Path("runs") / run]
+    if find_drafter_directory(near[0]) is None:
+        near = [path for path in run.parent.glob("*") if find_drafter_directory(path) is not None]
+    return f"; {suggest_nearest(str(run), map(str, sorted(near)))}" if near else ""
 
 
 def find_trained_target(run: Path) -> Path | None:

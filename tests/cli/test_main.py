@@ -269,8 +269,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("convert", "run=taken", "format=vllm", "out=out", "target=tiney"),
         ("target=tiney", "tiny"),
     ),
-    "lint of nothing": (("lint", "none"), ("none", "config.json")),
-    "lint of nothing by key": (("lint", "run=none"), ("none", "config.json")),
+    "lint of nothing": (("lint", "none"), ("none", "no such folder")),
+    "lint of nothing by key": (("lint", "run=none"), ("none", "no such folder")),
     "lint of nobody": (("lint",), ("run", "lint DIR")),
     "lint, flag misspelt": (("lint", "taken", "--targt", "tiny"), ("--targt", "--target")),
     "chat asked nothing": (("chat", "drafter=ngram", "--once"), ("--once", "What is a bee?")),
@@ -328,6 +328,41 @@ def test_mistake_is_a_single_sentence_from_the_shell(name: str, folder: Path) ->
         env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"},
     )
     check_mistake(ran.returncode, ran.stderr, expected, folder)
+
+
+REFUSED_EARLY = """
+import sys
+from spectrain.cli.main import main
+
+for words in (
+    ["lint"],
+    ["lint", "none"],
+    ["convert", "none", "out", "--to", "vllm"],
+    ["convert", "runs", "out", "--to", "none"],
+    ["export", "run=smollm2-eagle3", "format=none", "out=out"],
+    ["export", "run=smollm2-eagle3", "format=vllm"],
+    ["export", "run=smollm2-eagle3", "format=vllm", "out=runs"],
+):
+    sys.argv = ["spectrain", *words]
+    try:
+        main()
+    except SystemExit as stopped:
+        print(stopped.code, *{"torch", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Who names a folder or a format that does not exist waits for no library."""
+    (tmp_path / "runs" / "some").mkdir(parents=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", REFUSED_EARLY],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ran.stdout.split() == ["2"] * 7, ran.stdout + ran.stderr
+    assert ran.stderr.count("\n") == 7, ran.stderr
 
 
 @pytest.mark.parametrize("words, status", [((), 2), (("--help",), 0), (("help",), 0)])

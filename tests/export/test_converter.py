@@ -20,11 +20,12 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.export.converter import convert, read_drafter, refuse_nonempty
+from spectrain.export.converter import convert, read_drafter
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.layouts import detect_layout
 from spectrain.export.linter import check_files
 from spectrain.export.targets import TargetFiles
+from spectrain.files import refuse_nonempty
 from spectrain.models.target import Target
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_weights, save_drafter

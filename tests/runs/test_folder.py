@@ -19,7 +19,7 @@ from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError
 from spectrain.files import LockTaken
 from spectrain.provenance import describe_command, read_launch
-from spectrain.runs.folder import find_results_folder
+from spectrain.runs.folder import find_results_folder, require_drafter_directory
 from spectrain.runs.lock import claim_folder, claim_new_folder, lock_run
 from spectrain.runs.resume import (
     CHANGEABLE_GROUPS,
@@ -329,3 +329,20 @@ def test_a_launcher_is_part_of_the_recorded_command(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         assert read_launch() == (command if is_launched else sys.orig_argv)
         parent.communicate(b"\n")
+
+
+def test_a_run_that_does_not_exist_names_those_that_may_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stand beside it, or its name is that of a run in runs/."""
+    monkeypatch.chdir(tmp_path)
+    drafter = tmp_path / "runs" / "eagle3-tiny" / "drafter"
+    drafter.mkdir(parents=True)
+    (drafter / "config.json").touch()
+    (drafter / "model.safetensors").touch()
+    (tmp_path / "runs" / "empty").mkdir()
+    for name in ("eagle3-tiny", "runs/egle3-tiny"):
+        with pytest.raises(UserError, match="the nearest is runs/eagle3-tiny$"):
+            require_drafter_directory("run", name)
+    with pytest.raises(UserError, match="or a drafter directory$"):
+        require_drafter_directory("run", "runs/empty")

@@ -415,6 +415,12 @@ def test_python_says_the_same(tiny: Target) -> None:
             lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}),
             "data.path=none.jsonl: there is no",
         ),
+        (
+            lambda: spectrain.generate(cast(Any, "tiny"), None, ["a"]),
+            "target: this is the name 'tiny'; load it first, by spectrain.Target.from_pretrained",
+        ),
+        (lambda: spectrain.evaluate(tiny, cast(Any, Path("runs"))), "spectrain.Drafter.from_pre"),
+        (lambda: spectrain.Drafter.from_pretrained(".", cast(Any, "tiny")), "target: this is the"),
         (lambda: spectrain.generate(tiny, None, ["\ud800"]), r"prompts\[0\]: its text holds"),
         (lambda: spectrain.generate(tiny, None, ["a"], temperature=-1), "temperature=-1"),
         (lambda: spectrain.generate(tiny, None, ["a"], max_new_tokens=0), "max_new_tokens=0"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spectrain.config.commands import InstalledCommands, read_command, read_command_run
+from spectrain.errors import UserError
 from spectrain.output.verbosity import print_json, result_output
 
 if TYPE_CHECKING:
@@ -30,9 +31,14 @@ def plan(config: Any) -> None:
 
 
 def compare(config: Any) -> None:
+    spec, settings = read_command_run(config, "compare", "recipes", "runs")
+    for run in settings["runs"] or ():
+        if not Path(run).exists():
+            raise UserError(
+                f"{run}: there is no such folder; give run folders, which spectrain runs lists"
+            )
     from .comparison.compare import compare
 
-    spec, settings = read_command_run(config, "compare", "recipes", "runs")
     print_json(compare(spec, **settings))
 
 

@@ -59,7 +59,12 @@ def estimate_hours(
         }
         return {"value": seconds / 3600, "basis": basis, **speed}
     seconds = operations.run / (options.flops_per_second * options.devices)
-    speed = {"tokens_per_second": work.total_padded / seconds if seconds else None}
+    speed = {
+        "tokens_per_second": work.total_padded / seconds if seconds else None,
+        # The default rate is that of a GPU.
+        "is_of_other_device": options.torch_device.type == "cpu"
+        and options.peak_tflops == PlanSettings.peak_tflops,
+    }
     rate = f"{options.share:.0%} of {options.peak_tflops:g} TFLOP/s"
     return {
         "value": seconds / 3600,

@@ -8,7 +8,9 @@ from rich.table import Table
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import shows_notes
 
-WIDTH = 120  # however narrow the terminal says it is
+# Characters of a line without a terminal; a terminal has its own number, but not fewer than 80.
+WIDTH = 120
+LEAST_WIDTH = 80
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 
 
@@ -17,7 +19,7 @@ def print_plan(summary: dict[str, Any]) -> None:
     simulate acceptance.
     """
     console = make_console(soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+    console.width = max(console.width, LEAST_WIDTH if console.is_terminal else WIDTH)
     console.print(describe_verdict(summary), style="bold", highlight=False)
     if summary.get("changes"):
         console.print(change_table(summary["changes"]))
@@ -69,7 +71,7 @@ def print_plan(summary: dict[str, Any]) -> None:
         f"{flops['step_per_token'] / 1e9:.3g} in the step"
     )
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
-    table.add_row("hours", f"{hours_['value']:.3g} ({hours_['basis']})")
+    table.add_row("hours", describe_hours(hours_))
     serving = summary["serving"]
     users = f"{serving['users']} text{'' if serving['users'] == 1 else 's'}"
     table.add_row(
@@ -90,12 +92,23 @@ def print_plan(summary: dict[str, Any]) -> None:
         )
 
 
+def describe_hours(hours: dict[str, Any]) -> str:
+    """Return the hours and what they are based on, or where to get them if they are of another
+    kind of device.
+    """
+    if hours.get("is_of_other_device"):
+        return "not known; spectrain plan times 20 steps on a CPU for them"
+    return f"{hours['value']:.3g} ({hours['basis']})"
+
+
 def describe_verdict(summary: dict[str, Any]) -> str:
     """Say whether the training fits, and the hours and the disk space that it takes."""
     memory = summary["memory"]
+    hours = summary["hours"]
+    time = "" if hours.get("is_of_other_device") else f"{hours['value']:.3g} hours, "
     needs = (
-        f"{format_bytes(memory['peak_bytes'])} of memory a device, {summary['hours']['value']:.3g} "
-        f"hours, {format_bytes(summary['disk']['run_bytes'])} on disk"
+        f"{format_bytes(memory['peak_bytes'])} of memory a device, {time}"
+        f"{format_bytes(summary['disk']['run_bytes'])} on disk"
     )
     if memory["limit_bytes"] is None:
         return (
