@@ -299,6 +299,36 @@ def rule_table(result: dict[str, Any]) -> str:
     return format_table(titles, rows)
 
 
+def own_rates_table(result: dict[str, Any]) -> str:
+    """Return tokens per forward after the same trainings with the rates that recipes name and with
+    `trainer.lr=auto`: means over the seeds that have both.
+    """
+    ends: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+    for row in result["trainings"]:
+        if "error" not in row:
+            seeds = ends.setdefault((row["recipe"], row["steps"]), {})
+            seeds.setdefault(row["seed"], {})[row["rate"]] = row["end"]
+    rows = []
+    for (recipe, steps), seeds in sorted(ends.items()):
+        both = [by_rate for by_rate in seeds.values() if {"recipe", "auto"} <= by_rate.keys()]
+        if both:
+            own, auto = (
+                sum(by_rate[rate] for by_rate in both) / len(both) for rate in ("recipe", "auto")
+            )
+            rows.append(
+                [
+                    f"`{recipe}`",
+                    f"{steps}",
+                    f"{len(both)}",
+                    f"{own:.3f}",
+                    f"{auto:.3f}",
+                    f"{auto / own - 1:+.1%}",
+                ]
+            )
+    titles = ["recipe", "steps", "seeds", "rate of the recipe", "`auto`", "difference"]
+    return format_table(titles, rows)
+
+
 def training_needs_table(results: dict[str, Any]) -> str:
     """Return what each recipe needs in training, grouped by what it trains, the quickest first."""
     rows = [row for row in results["rows"] if "refused" not in row]

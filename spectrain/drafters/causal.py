@@ -315,7 +315,9 @@ class _Nodes(Rollout):
         return self.run(joined, *self.branches.add_levels(parents))
 
     def add_nodes(self, tokens: Tensor, parents: Tensor) -> None:
-        """Remember nodes [B, F], whose parents count the root as 0."""
+        """Remember nodes [B, F], whose parents count the root as 0, where they may stay."""
+        if not self.drafter.keeps_nodes:
+            return
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
 

@@ -145,9 +145,9 @@ def check_rope(config: Mapping[str, Any]) -> None:
         if meant is not None and key not in KEYS:
             raise RopeError(f"{key}: no reader has a key of this spelling; write {meant}")
     _check_agreement("rope_type", given.get("rope_type"), "type", given.get("type"))
-    is_shared = not any(isinstance(value, Mapping) for value in given.values())
+    parameters = config.get("rope_parameters") or {}
     # Of embeddings for each kind of layer, each has a base of its own.
-    if is_shared and config.get("rope_parameters"):
+    if parameters and not any(isinstance(value, Mapping) for value in parameters.values()):
         _check_agreement(
             "rope_theta", config.get("rope_theta"),
             "rope_parameters.rope_theta", given.get("rope_theta"),

@@ -33,8 +33,12 @@ STEPS_PER_DOUBLING = 2
 share a group.
 """
 SMALLEST_WIDTH = 64
-"""Weights with fewer inputs, and vectors with fewer entries, learn as slowly as those of this
-width: a step of few inputs moves an output in one direction, and no others average it.
+"""Vectors learn as slowly as matrices of their width; shorter ones, such as single gates, as
+those of this width.
+"""
+FEWEST_INPUTS = 8
+"""Matrices of fewer inputs learn as slowly as those of so many, because the inputs of a step agree
+more often the fewer they are.
 """
 
 
@@ -56,9 +60,9 @@ def choose_rate(weight: Tensor, is_new: bool) -> float:
         num_inputs = weight.shape[-1]
         if is_new:
             size = max(size, RANDOM_SIZE * num_inputs**-0.5)
-        rate = share * size * num_inputs**0.5 / max(num_inputs, SMALLEST_WIDTH)
+        rate = share * size * num_inputs**0.5 / max(num_inputs, FEWEST_INPUTS)
     else:
-        rate = share / max(*weight.shape[-2:], SMALLEST_WIDTH)
+        rate = share / max(*weight.shape[-2:], FEWEST_INPUTS)
     return float(2.0 ** (round(STEPS_PER_DOUBLING * math.log2(rate)) / STEPS_PER_DOUBLING))
 
 

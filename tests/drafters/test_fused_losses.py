@@ -487,6 +487,7 @@ NARROW = {  # as the target is: no weight is so large, and no mask
     "dspark": ["drafter.rank=4"],
     "dflash2": ["drafter.selector_rank=4"],
     "domino": ["drafter.rank=4", "drafter.gru_width=16"],
+    "two_stage_head": ["drafter.rank=4"],
     "xpress": ["drafter.rank=4"],
     "lilicorr": ["drafter.correction_width=16", "drafter.factor_width=16"],
     "judge": ["+drafter.places=4"],

@@ -15,6 +15,7 @@ from spectrain.export.converter import convert, read_drafter
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
+from spectrain.models.rope import check_rope
 from spectrain.models.target import Target
 
 from .test_converter import ours
@@ -323,3 +324,13 @@ def test_targets_of_impossible_sizes_are_refused(
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match="this is no file"):
         load_hf(str(tmp_path))
+
+
+@pytest.mark.parametrize("kinds", [("main", "compress"), ("compress", "main")])
+def test_kinds_of_layers_have_bases_of_their_own(kinds: tuple[str, str]) -> None:
+    """A base of the model beside one for each kind of layer, as DeepSeek V4 has, contradicts none
+    of them.
+    """
+    bases = {"main": 1e4, "compress": 1.6e5}
+    groups = {kind: {"rope_type": "default", "rope_theta": bases[kind]} for kind in kinds}
+    check_rope({"rope_theta": 1e4, "rope_parameters": groups})

@@ -43,7 +43,7 @@ def test_versions_that_bound_a_row_were_read() -> None:
 
 def test_transformers_has_the_classes_of_its_rows() -> None:
     rows = [support for support in CORE_SUPPORT if support.program == "transformers"]
-    names = [name for support in rows for name in support.classes.split()]
+    names = [name for support in rows for name in support.classes]
     assert names
     assert all(hasattr(importlib.import_module("transformers"), name) for name in names), (
         transformers.__version__

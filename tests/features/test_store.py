@@ -506,6 +506,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain_research.redrafter.drafter.Redrafter", "num_steps": 3},
     {"_target_": "spectrain_research.kangaroo.drafter.Kangaroo"},
     {"_target_": "spectrain.drafters.causal.Causal", "num_layers": 2},
+    {"_target_": "spectrain_research.training_wheels.drafter.TrainingWheels", "num_layers": 2},
     {"_target_": "spectrain_research.atspeed.drafter.AtSpeed", "num_layers": 2},
     {"_target_": "spectrain.drafters.pard.Pard", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.peagle.PEagle", "num_layers": 2, "num_drafts": 3},

@@ -24,12 +24,12 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import (
     build_drafter,
     find_shipped_drafter,
-    init_drafter,
     load_description,
     load_drafter,
     load_shipped_drafter,
 )
 from spectrain.runs.folder import OWN_DRAFTERS, find_drafter_directory
+from spectrain.runs.init_drafter import init_drafter
 from spectrain.trees import Chain, Eagle2
 
 FOLDERS = {drafter.name: drafter.folder for drafter in OWN_DRAFTERS}

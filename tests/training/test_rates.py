@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from spectrain.training.rates import (
+    FEWEST_INPUTS,
     KEPT_SHARE,
     NEW_SHARE,
     RANDOM_SIZE,
@@ -66,7 +67,7 @@ def test_vectors_and_zeros_have_finite_rates() -> None:
     assert is_rounded(choose_rate(torch.zeros(512), is_new=True), NEW_SHARE / 512)
     for is_new, share in ((True, NEW_SHARE), (False, KEPT_SHARE)):
         assert is_rounded(choose_rate(torch.zeros(512, 8), is_new), share / 512)
-        assert is_rounded(choose_rate(torch.zeros(4, 15), is_new), share / SMALLEST_WIDTH)
+        assert is_rounded(choose_rate(torch.zeros(4, 5), is_new), share / FEWEST_INPUTS)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 384), (1, 384), (384, 1)])
@@ -76,10 +77,10 @@ def test_further_dimensions_of_one_entry_change_no_vector(shape: tuple[int, ...]
     assert choose_rate(vector.view(shape), is_new=True) == choose_rate(vector, is_new=True)
 
 
-def test_few_inputs_learn_as_those_of_the_smallest_width() -> None:
-    """Five inputs whose outputs have the size of SMALLEST_WIDTH inputs have its rate too."""
+def test_very_few_inputs_learn_as_slowly_as_some() -> None:
+    """Five inputs whose outputs have the size of those of FEWEST_INPUTS have their rate."""
     torch.manual_seed(0)
-    few, many = (torch.randn(4096, width) * width**-0.5 for width in (5, SMALLEST_WIDTH))
+    few, many = (torch.randn(4096, width) * width**-0.5 for width in (5, FEWEST_INPUTS))
     assert choose_rate(few, is_new=True) == choose_rate(many, is_new=True)
 
 

@@ -41,4 +41,6 @@ def test_commands_stand_where_a_project_needs_them() -> None:
 
 @pytest.mark.parametrize("name", OWN.tasks)
 def test_every_command_explains_itself(name: str) -> None:
-    assert explain_command(name, []).startswith(f"spectrain {name}: {COMMANDS[name].about}")
+    words = explain_command(name, []).split()
+    first = f"spectrain {name}: {COMMANDS[name].about}".split()
+    assert words[: len(first)] == first

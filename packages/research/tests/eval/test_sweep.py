@@ -327,7 +327,8 @@ def test_default_exits(num_layers: int) -> None:
     layer.
     """
     target: Any = SimpleNamespace(name="model", num_layers=num_layers)
-    drafter: Any = SimpleNamespace(cost=DraftingCost(None))
+    capabilities = SimpleNamespace(cost=lambda drafter: DraftingCost(None))
+    drafter: Any = SimpleNamespace(capabilities=capabilities)
     sweep = PruneSweep(None, (4,), 0)
     candidate = Candidate(target, drafter, Chain(2), Greedy(), SETTING)
     sweep.systems(candidate, System("drafter", "", drafter, Chain(2), Greedy()))

@@ -11,4 +11,4 @@ def test_no_two_purposes_share_a_number() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, int)
     ]
-    assert len(numbers) == len(set(numbers)) == 13
+    assert len(numbers) == len(set(numbers)) == 14

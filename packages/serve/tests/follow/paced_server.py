@@ -1,11 +1,12 @@
-"""A server that streams its drafter's name slowly: `python paced_server.py PORT DRAFTER`. It
-needs nothing but Python.
+"""A server that streams its drafter's name slowly: `python paced_server.py PORT DRAFTER`. Streams
+wait while the drafter's folder has a file `hold`. It needs nothing but Python.
 """
 
 import json
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 NUM_PARTS = 10
 PART_SECONDS = 0.06
@@ -28,6 +29,8 @@ class Handler(BaseHTTPRequestHandler):
             part = f"{sys.argv[2]} {number}\n".encode()
             self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             time.sleep(PART_SECONDS)
+            while Path(sys.argv[2], "hold").exists():
+                time.sleep(PART_SECONDS)
         self.wfile.write(b"0\r\n\r\n")
 
     def reply(self, content: bytes) -> None:

@@ -87,13 +87,14 @@ def test_streams_end_completely_while_a_second_server_takes_over(
         earlier = swapper.started
         assert earlier is not None
         with run_proxy(swapper) as client:
+            hold = first[0] / "hold"
+            hold.touch()
             streams = start_streams(pool, client, swapper)
             assert swapper.swap(*second).way == "start"
             # The first server still answers what it had begun.
-            assert (
-                not all(stream.done() for stream in streams)
-                and earlier.engine.process.poll() is None
-            )
+            assert not any(stream.done() for stream in streams)
+            assert earlier.engine.process.poll() is None
+            hold.unlink()
             assert send(client) == stream_of(second[0])
             assert [stream.result() for stream in streams] == [stream_of(first[0])] * 8
             earlier.engine.process.wait(10)

@@ -238,7 +238,7 @@ MISTAKES = {
     "compare.second=4": "seconds",
     "compare.seconds=0": "more than 0",
     "drafter.rank=4": "drafter",
-    "runs/not-there": "no score in it",
+    "runs/not-there": "there is no such folder",
     "tree.dept=3": "depth",
     "trainer.max_steps=3": "compare.tokens",
     "trainer.max_minutes=3": "compare.seconds",
