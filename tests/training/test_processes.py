@@ -26,7 +26,7 @@ from tests import commands
 from tests.training import worker
 from tests.training.worker import train_job
 
-WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[2]
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "mtp", "kangaroo",
     "gated_lora", "early_exit",
             "amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1", "uno",
@@ -73,12 +73,14 @@ def run_workers(jobs: list[dict[str, Any]], folder: Path, shell: bool = False) -
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        str(WORKER),
+        "--module",
+        worker.__name__,
         json.dumps(jobs),
     ]
     with subprocess.Popen(
         command,
         env=environment,
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
