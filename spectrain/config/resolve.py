@@ -65,7 +65,6 @@ def resolve(
     if lower is None:
         checked = check_config(config, allowed_keys)
         layers = find_layers(checked, words, recipe, file)
-        check_no_empty_group(checked, layers)
     else:
         composed, requested = split_command(flatten_groups(config), words)
         merged, layers = merge_layers(
@@ -73,6 +72,7 @@ def resolve(
         )
         checked = check_config(merged, allowed_keys)
         origin = lower.origin
+    check_no_empty_group(checked, layers)
     return {
         **checked,
         **{

@@ -112,7 +112,7 @@ def read_and_build_eval(config: Any) -> None:
     if "server" in config or config.serve:
         from spectrain.config.resolve import resolve
 
-        resolve(config, [*config])
+        resolve(config, [*config], None)
         return
     spec, _ = resolve_eval_spec(config)
     check_built(spec)
