@@ -88,7 +88,9 @@ def check_no_empty_group(config: Mapping[str, Any], layers: Layers) -> None:
     which nothing reads. A group that it empties itself, as in eval=none, may have some.
     """
     for group, own in layers.items():
-        if "_target_" in config[group] or own.get("choice") in ("command", "file"):
+        node = config[group]
+        # A null group has no settings.
+        if node is None or "_target_" in node or own.get("choice") in ("command", "file"):
             continue
         name = next((name for name, layer in own.items() if layer in ("command", "file")), None)
         if name is not None and list_constructors(group):
