@@ -167,9 +167,10 @@ def check_value(full: str, value: Any, key: SettingKey) -> Any:
         ) from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
-    if not is_finite(checked):
+    leaves = [*list_leaves(checked)]
+    if not all(math.isfinite(leaf) for leaf in leaves if isinstance(leaf, float)):
         raise UserError(f"{full}={shorten(value)}: use a finite number")
-    if not fits_integers(checked):
+    if any(abs(leaf) > MAX_INTEGER for leaf in leaves if isinstance(leaf, int)):
         raise UserError(f"{full}={shorten(value)}: use at most {MAX_INTEGER}")
     return checked
 
@@ -241,22 +242,16 @@ def find_converted_truth(value: Any, checked: Any) -> str | None:
     )
 
 
-def is_finite(value: Any) -> bool:
-    """Tell whether all numbers in a value are finite."""
+def list_leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in lists and mappings, however deeply they are nested."""
     if isinstance(value, Mapping):
-        return all(map(is_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def fits_integers(value: Any) -> bool:
-    """Tell whether all integers in a value have at most 64 bits."""
-    if isinstance(value, Mapping):
-        return all(map(fits_integers, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(fits_integers, value))
-    return not isinstance(value, int) or abs(value) <= MAX_INTEGER
+        for part in value.values():
+            yield from list_leaves(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from list_leaves(part)
+    else:
+        yield value
 
 
 def violation_text(error: ValidationError, hint: Any) -> str:
