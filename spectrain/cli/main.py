@@ -8,6 +8,7 @@ reports.
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from spectrain.config.commands import (
 )
 from spectrain.config.missing import explain_missing
 from spectrain.errors import (
+    SIGNAL_STATUS,
     RunError,
     RunInterrupted,
     UserError,
@@ -52,7 +54,13 @@ from .help import (
     format_overview,
     split_help_topic,
 )
-from .overrides import check_drafters, check_words, to_settings, write_overrides
+from .overrides import (
+    check_drafters,
+    check_words,
+    find_repeated,
+    to_settings,
+    write_overrides,
+)
 from .settings_file import split_settings_file
 from .termination import Terminated, raise_terminated
 
@@ -86,7 +94,7 @@ def run_command(arguments: list[str]) -> None:
         )
         if isinstance(error, Terminated):
             sys.exit(print_failure(f"{error}{again}", error.status))
-        sys.exit(print_failure(f"stopped{again}", 1))
+        sys.exit(print_failure(f"stopped{again}", SIGNAL_STATUS + signal.SIGINT))
     except BrokenPipeError:  # whoever read has had enough, as head has
         drop_output()
         sys.exit(1)
@@ -176,8 +184,11 @@ def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
     is_dry = name == "train" and DRY_RUN in words and not prints
     if name == "train":
         words = [word for word in words if word not in (PRINT_CONFIG, DRY_RUN)]
-    words = [*of_file, *to_settings(name, words)]
+    own = to_settings(name, words)
+    words = [*of_file, *own]
     check_words(name, words)
+    for sentence in find_repeated(own):
+        print(f"spectrain: {sentence}", file=sys.stderr, flush=True)
     check_drafters(name, words)
     if is_dry:
         return compose_and_call(config, dry_run_command, words)
