@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
+from spectrain.config.choices import check_files, named_folders, set_choice_folders
 from spectrain.config.commands import (
     Task,
     add_installed_tasks,
@@ -118,7 +118,9 @@ def dispatch_and_flush(arguments: list[str]) -> None:
 def dispatch_command(arguments: list[str]) -> None:
     """Run the command that the first words name with the other words, or show help."""
     check_texts(arguments)
-    set_choice_folders(named_folders(arguments))
+    folders = named_folders(arguments)
+    check_files(folders)
+    set_choice_folders(folders)
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
         sys.exit(0 if arguments else 2)
@@ -206,7 +208,6 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     from spectrain.config.build import register_resolvers
 
     register_resolvers()
-    check_encodings(named_folders(words))
     disable_progress_bars()
     sys.argv = ["spectrain", *write_overrides(words)]
     is_composed = False
