@@ -91,7 +91,7 @@ def test_a_small_model_may_be_padded_otherwise(
 
 def test_a_tokenizer_of_countless_added_tokens_is_refused(tmp_path: Path) -> None:
     """A million of them take longer than a minute to load."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    save_unquantized(tmp_path, vocab_size=ROWS)
     token = {"id": 3, "content": "<x>", "single_word": False, "special": True}
     content = json.dumps({"added_tokens": [token] * 50_001})
     (tmp_path / "tokenizer.json").write_text(content)
