@@ -3,6 +3,7 @@ valid names.
 """
 
 import difflib
+import signal
 import sys
 from collections.abc import Iterable
 from json import JSONDecodeError
@@ -28,12 +29,22 @@ class RunError(RuntimeError):
         return clean_line(super().__str__())
 
 
+# What shells add to the number of a signal that ended a command.
+SIGNAL_STATUS = 128
+
+
 class RunInterrupted(Exception):
     """A run that a signal stopped, after it saved itself; `status` is the exit status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    def interrupt_whole(self, message: str) -> "RunInterrupted":
+        """Return the interruption of a command of which this run was a part. A training that
+        SIGTERM has ended is saved and ends with 0, but the command around it is not finished.
+        """
+        return RunInterrupted(message, self.status or SIGNAL_STATUS + signal.SIGTERM)
 
 
 def first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from spectrain.data.inspect import format_example, format_legend
 from spectrain.files import require_writable
 from spectrain.output.console import make_console
 from spectrain.runs.init_drafter import apply_init_shape
+from spectrain.runs.lock import require_folder
 from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
 
@@ -25,9 +26,11 @@ PLAN = "plan"
 def dry_run(spec: RunSpec) -> None:
     """Print the plan of a training and its first samples; a mistake ends as in the training."""
     spec = apply_init_shape(spec)
-    if spec.run is not None and spec.resume is None:
-        check_is_new(Path(spec.run))
+    if spec.run is not None:
+        require_folder(Path(spec.run))
         require_writable(Path(spec.run), "run")
+        if spec.resume is None:
+            check_is_new(Path(spec.run))
     planners = load_entry_points(PLAN)
     for print_plan in planners:
         print_plan(spec)

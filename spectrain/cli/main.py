@@ -8,13 +8,14 @@ reports.
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
+from spectrain.config.choices import check_files, named_folders, set_choice_folders
 from spectrain.config.commands import (
     Task,
     add_installed_tasks,
@@ -24,6 +25,7 @@ from spectrain.config.commands import (
 )
 from spectrain.config.missing import explain_missing
 from spectrain.errors import (
+    SIGNAL_STATUS,
     RunError,
     RunInterrupted,
     UserError,
@@ -52,7 +54,13 @@ from .help import (
     format_overview,
     split_help_topic,
 )
-from .overrides import check_drafters, check_words, to_settings, write_overrides
+from .overrides import (
+    check_drafters,
+    check_words,
+    find_repeated,
+    to_settings,
+    write_overrides,
+)
 from .settings_file import split_settings_file
 from .termination import Terminated, raise_terminated
 
@@ -86,7 +94,7 @@ def run_command(arguments: list[str]) -> None:
         )
         if isinstance(error, Terminated):
             sys.exit(print_failure(f"{error}{again}", error.status))
-        sys.exit(print_failure(f"stopped{again}", 1))
+        sys.exit(print_failure(f"stopped{again}", SIGNAL_STATUS + signal.SIGINT))
     except BrokenPipeError:  # whoever read has had enough, as head has
         drop_output()
         sys.exit(1)
@@ -110,7 +118,9 @@ def dispatch_and_flush(arguments: list[str]) -> None:
 def dispatch_command(arguments: list[str]) -> None:
     """Run the command that the first words name with the other words, or show help."""
     check_texts(arguments)
-    set_choice_folders(named_folders(arguments))
+    folders = named_folders(arguments)
+    check_files(folders)
+    set_choice_folders(folders)
     if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
         print(format_overview())
         sys.exit(0 if arguments else 2)
@@ -176,8 +186,11 @@ def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
     is_dry = name == "train" and DRY_RUN in words and not prints
     if name == "train":
         words = [word for word in words if word not in (PRINT_CONFIG, DRY_RUN)]
-    words = [*of_file, *to_settings(name, words)]
+    own = to_settings(name, words)
+    words = [*of_file, *own]
     check_words(name, words)
+    for sentence in find_repeated(own):
+        print(f"spectrain: {sentence}", file=sys.stderr, flush=True)
     check_drafters(name, words)
     if is_dry:
         return compose_and_call(config, dry_run_command, words)
@@ -195,7 +208,6 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     from spectrain.config.build import register_resolvers
 
     register_resolvers()
-    check_encodings(named_folders(words))
     disable_progress_bars()
     sys.argv = ["spectrain", *write_overrides(words)]
     is_composed = False

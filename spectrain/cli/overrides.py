@@ -205,6 +205,20 @@ def check_words(command: str, words: list[str]) -> None:
     check_overrides(schema, words)
 
 
+def find_repeated(words: Iterable[str]) -> list[str]:
+    """Return a sentence for each key that is given several values, of which the last one holds."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        setting = None if word.startswith(("-", "~")) else SETTING_PATTERN.fullmatch(word)
+        if setting is not None and setting[1]:
+            values.setdefault(setting[1], []).append(setting[2])
+    return [
+        f"{key} is given {len(given)} times; {key}={given[-1]} holds"
+        for key, given in values.items()
+        if len({*given}) > 1
+    ]
+
+
 def check_drafters(name: str, words: list[str]) -> None:
     """Raise a UserError if a folder from which a drafter is to be read holds none, before
     anything heavy is imported.

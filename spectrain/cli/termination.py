@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from spectrain.errors import SIGNAL_STATUS
+
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-# What shells add to the number of a signal that ended a command.
-SIGNAL_STATUS = 128
 # Seconds after which a signal is sent again whose exception Python has ignored.
 REPEAT_SECONDS = 0.01
 

@@ -20,6 +20,7 @@ from spectrain.errors import UserError
 from spectrain.files import read_text
 
 from .installed import list_conf_folders
+from .plain_files import check_choice_file
 from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
 
 # Folders of choices that a command names with --config-dir.
@@ -131,15 +132,16 @@ class CommandSchema:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def check_encodings(folders: Iterable[Path]) -> None:
-    """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not
-    name.
+def check_files(folders: Iterable[Path]) -> None:
+    """Raise a UserError for a yaml of these folders that is no UTF-8 text or no YAML, which hydra
+    would not name.
     """
     for path in (path for folder in folders for path in folder.rglob("*.yaml")):
         try:
             read_text(path)
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: it is no text ({error.reason}); save it as UTF-8") from error
+        check_choice_file(path)
 
 
 def choice_files(group: str, folders: Iterable[Path] | None = None) -> dict[str, Path]:

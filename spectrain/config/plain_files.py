@@ -17,6 +17,12 @@ from spectrain.files import COPY_AGAIN, read_text, require_regular_file
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
+# Bytes of a YAML file, of which Python's loader reads some hundred thousand in a second.
+MAX_YAML_BYTES = 500_000
+# Values of a YAML file of choices, those behind aliases each time.
+MAX_YAML_VALUES = 50_000
+# Digits of an integer; Python refuses to write more than some thousands.
+MAX_DIGITS = 300
 
 
 def read_json(path: Path, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES) -> Any:
@@ -49,7 +55,47 @@ def merge_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file of plain values."""
-    return parse_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
+    return parse_file(path, _parse_yaml, "YAML", limit=MAX_YAML_BYTES)
+
+
+def _parse_yaml(text: str) -> Any:
+    content = yaml.load(text, _PlainLoader)
+    check_values(content)
+    return content
+
+
+def check_choice_file(path: Path) -> None:
+    """Raise a UserError where hydra could not read a YAML file of choices, which unlike saved
+    settings may have aliases.
+    """
+    parse_file(
+        path,
+        lambda text: check_values(yaml.load(text, yaml.SafeLoader)),
+        "YAML",
+        "correct it",
+        MAX_YAML_BYTES,
+    )
+
+
+def check_values(content: Any) -> None:
+    """Raise a YAMLError for more values than settings have, as a few aliases make them, for an
+    integer too long to be written, as 59:59:59 in base 60 makes it, and for half a character.
+    """
+    waiting = [content]
+    number = 0
+    while waiting:
+        value = waiting.pop()
+        number += 1
+        if number > MAX_YAML_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_YAML_VALUES} values")
+        if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+            raise yaml.YAMLError(f"an integer has more than {MAX_DIGITS} digits")
+        if isinstance(value, str) and not is_unicode(value):
+            raise yaml.YAMLError("a text has half of a character")
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += value
 
 
 def read_json_object(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, Any]:
@@ -81,6 +127,15 @@ class _PlainLoader(yaml.SafeLoader):
         return settings
 
 
+def is_unicode(text: str) -> bool:
+    """Tell whether a text can be written as UTF-8: escapes may hold half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_file(
     path: Path,
     parse: Callable[[str], Any],
@@ -95,7 +150,7 @@ def parse_file(
         require_regular_file(path, remedy)
         if path.stat().st_size > limit:
             raise UserError(
-                f"{path}: it has more than {limit // 1_000_000} MB, which no such file needs; "
+                f"{path}: it has more than {limit / 1_000_000:g} MB, which no such file needs; "
                 f"{remedy}"
             )
         return parse(read_text(path))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
-from spectrain.errors import RunError, UserError
+from spectrain.errors import SIGNAL_STATUS, RunError, RunInterrupted, UserError
 from spectrain.provenance import collect_provenance
 
 from .progress import WritingProgress
@@ -293,19 +293,28 @@ def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
 
 @contextmanager
 def stop_gracefully(shards: ShardSet) -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C; after either, or when the disk is full, say that finished rows
-    are saved.
+    """Treat SIGTERM and SIGHUP like Ctrl-C; after any of them, or when the disk is full, say that
+    finished rows are saved.
     """
+    received = signal.SIGINT
 
-    def stop(*_: Any) -> None:
+    def stop(number: int, frame: Any) -> None:
+        nonlocal received
+        received = signal.Signals(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    # nohup lets SIGHUP be ignored.
+    before = {
+        number: signal.signal(number, stop)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield
     except KeyboardInterrupt as error:
-        raise RunError(
-            f"{shards.folder}: stopped; what is finished is kept, go on with the same command"
+        raise RunInterrupted(
+            f"{shards.folder}: stopped; what is finished is kept, go on with the same command",
+            SIGNAL_STATUS + received,
         ) from error
     except OSError as error:
         raise RunError(
@@ -313,6 +322,7 @@ def stop_gracefully(shards: ShardSet) -> Iterator[None]:
             "kept, correct that and run the same command again"
         ) from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for shard in [*shards.open_shards]:
             shards.release_shard(shard)

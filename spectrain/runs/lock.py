@@ -31,6 +31,12 @@ def lock_run(run: Path, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
         yield is_guarded
 
 
+def require_folder(run: Path) -> None:
+    """Raise a UserError where a run folder is a file or a device."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"run={run}: this is a file; choose a folder")
+
+
 @dataclass(frozen=True)
 class HeldFolder:
     """A folder whose lock this process holds."""
@@ -49,8 +55,7 @@ def claim_folder(run: Path, seconds: float = 0.0) -> Iterator[HeldFolder]:
 
     A launch that another process keeps out for longer than `seconds` raises `LockTaken`.
     """
-    if run.exists() and not run.is_dir():
-        raise UserError(f"run={run}: this is a file; choose a folder")
+    require_folder(run)
     above = [folder for folder in run.parents if not folder.exists()]  # the innermost first
     was_unused = not run.exists() or is_unused(run)
     with ExitStack() as stack:

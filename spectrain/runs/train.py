@@ -246,8 +246,13 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
         stack.enter_context(claim_folder(run, LOCK_SECONDS))
     if not is_finished(run):
         set_aside_damaged(run)
-    is_begun = is_finished(run) or latest_checkpoint(run) is not None
-    if is_begun and (run / "config.yaml").exists():
+    checkpoint = None if is_finished(run) else latest_checkpoint(run)
+    if checkpoint is not None and not (run / "config.yaml").exists():
+        raise UserError(
+            f"{run / 'config.yaml'}: it is missing, so nobody knows the settings with which "
+            f"{checkpoint.name} was trained; copy it back, or choose another folder"
+        )
+    if checkpoint is not None or (is_finished(run) and (run / "config.yaml").exists()):
         check_settings(run, spec)
     return run
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.errors import RunError, RunInterrupted
+from spectrain.errors import SIGNAL_STATUS, RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.loss_window import sample_loss_windows
@@ -547,7 +547,8 @@ class TrainingRun(RunProgress):
             f"run={self.run}"
         )
         raise RunInterrupted(
-            how if self.parallel.is_main else "", 0 if stop.stop_signal == signal.SIGTERM else 1
+            how if self.parallel.is_main else "",
+            0 if stop.stop_signal == signal.SIGTERM else SIGNAL_STATUS + signal.SIGINT,
         )
 
     def abort(self) -> NoReturn:

@@ -23,7 +23,7 @@ def trial_folder(name: str) -> Iterator[Path]:
         sentence = (
             f"{name}: stopped while it timed steps; nothing is kept, use the same command again"
         )
-        raise RunInterrupted(sentence, stopped.status) from stopped
+        raise stopped.interrupt_whole(sentence) from stopped
     except RunError as error:
         cause, advice, _ = str(error).partition("; go on with the same command")
         raise (

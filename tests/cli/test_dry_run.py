@@ -36,3 +36,13 @@ def test_a_mistake_ends_as_in_the_training(
         run(monkeypatch, "recipe=medusa1", "target=tiny", "eval=none", "run=old")
     assert stopped.value.code == 2
     assert "old" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("run=/dev/null",), ("run=/dev/null", "trainer.resume=auto")])
+def test_a_device_is_no_run_folder(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "recipe=medusa1", "target=tiny", "eval=none", *words)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "spectrain: run=/dev/null: this is a file; choose a folder\n"

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
-from spectrain.cli.overrides import to_settings, write_overrides
+from spectrain.cli.overrides import find_repeated, to_settings, write_overrides
 from spectrain.config.check import check_config
 from spectrain.config.choices import (
     conf_folders,
@@ -413,6 +413,21 @@ def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
         name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name)
     )
     assert to_settings(command, words.removeprefix(command).split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trainer.lr=1 trainer.lr=2", ["trainer.lr is given 2 times; trainer.lr=2 holds"]),
+        ("run=a +run=b ++run=a", ["run is given 3 times; run=a holds"]),
+        ("recipe=a recipe=b", ["recipe is given 2 times; recipe=b holds"]),
+        ("trainer.lr=1 trainer.lr=1 data.lr=2", []),
+        ("~eval.baselines eval.baselines=[] -m --config-dir=a --config-dir=b", []),
+    ],
+)
+def test_values_that_another_one_replaces_are_named(words: str, said: list[str]) -> None:
+    """The last value of a key holds, as in hydra, and the command says so."""
+    assert find_repeated(words.split()) == said
 
 
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from spectrain.config.choices import check_encodings, load_yaml, read_header
+from spectrain.config.choices import check_files, load_yaml, read_header
 from spectrain.config.plain_files import read_json, read_yaml
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.chat_template import ChatTemplate
@@ -194,7 +194,7 @@ def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     file = tmp_path / "target" / "mine.yaml"
     file.write_bytes(codecs.BOM_UTF8 + b"# Mine.\n_target_: a.b\n")
-    check_encodings([tmp_path])
+    check_files([tmp_path])
     assert read_header(file) == "Mine." and load_yaml(file) == {"_target_": "a.b"}
     for content, words in (
         ("x: 1\n".encode("utf-16"), "UTF-16 text"),
@@ -202,7 +202,7 @@ def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
     ):
         file.write_bytes(content)
         with pytest.raises(UserError, match=f"mine.yaml: .*{words}"):
-            check_encodings([tmp_path])
+            check_files([tmp_path])
 
 
 # Rows of tokens

@@ -87,3 +87,13 @@ def test_a_small_model_may_be_padded_otherwise(
     assert [
         row.output for row in decode(target, prompts, Greedy(), 16, drafter, Chain(2))
     ] == expected
+
+
+def test_a_tokenizer_of_countless_added_tokens_is_refused(tmp_path: Path) -> None:
+    """A million of them take longer than a minute to load."""
+    save_unquantized(tmp_path, vocab_size=ROWS)
+    token = {"id": 3, "content": "<x>", "single_word": False, "special": True}
+    content = json.dumps({"added_tokens": [token] * 50_001})
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json: it has 50001 added tokens"):
+        load_hf(str(tmp_path), "many", device="cpu")

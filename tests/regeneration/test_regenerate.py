@@ -26,7 +26,7 @@ from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.models.accelerator import accelerator
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -328,13 +328,14 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> 
     out = tmp_path / "out"
     sampling = Sampling(**SHORT)
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RunError, match="stopped; what is finished is kept"):
+    with pytest.raises(RunInterrupted, match="stopped; what is finished is kept") as ended:
         Regeneration(shard_size=4).run(
             out,
             EmbeddedReader(limit=LIMIT),
             sampling,
             TerminatedWriter(sampling, tiny, batch_tokens=1),
         )
+    assert ended.value.status == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     assert (out / "unfinished" / "part-00001.jsonl").read_bytes().count(b"\n") == 1
     regenerate(out, tiny)

@@ -287,6 +287,21 @@ def test_two_launches_name_one_folder(
         assert choose_folder(spec, second) == tmp_path / "run"
 
 
+def test_checkpoints_without_settings_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows with which settings they were trained."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    monkeypatch.setattr("spectrain.runs.train.set_aside_damaged", lambda run: None)
+    monkeypatch.setattr("spectrain.runs.train.latest_checkpoint", lambda run: checkpoint)
+    settings = {"_target_": "spectrain.training.trainer.Trainer", "resume": "auto"}
+    spec = RunSpec.from_nodes({"trainer": settings, "run": str(tmp_path / "run")})
+    with ExitStack() as stack, pytest.raises(UserError, match=r"config\.yaml: .*step-000004"):
+        choose_folder(spec, stack)
+    assert checkpoint.is_dir()
+
+
 def test_the_recorded_command_can_be_typed_again() -> None:
     assert (
         describe_command(["python", "/bin/spectrain", "train", "target=tiny"])

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spectrain.errors import RunError
 
-from .bodies import format_error
+from .bodies import Receive, Scope, Send, format_error, send_error
 from .limits import (
     BODY_SECONDS,
     BYTES_PER_BODY_BYTE,
@@ -148,7 +148,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.begin_phase("head")
 
     def on_headers_complete(self) -> None:
+        application = self.app
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        # HTTP/1.1 has exactly one Host header (RFC 9112, section 3.2).
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self.app = refuse_hosts
         super().on_headers_complete()
+        self.app = application
         # Fields after a body (trailers) are no headers: they were not checked with these.
         self.headers = []
         self.begin_phase("body")
@@ -206,6 +212,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.unread_timer is not None:
             self.unread_timer.cancel()
             self.unread_timer = None
+
+
+async def refuse_hosts(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose headers do not name one host."""
+    await send_error(send, 400, "the headers name no host, or several; send one Host header")
 
 
 def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:

@@ -111,6 +111,24 @@ def test_a_request_that_does_not_go_on_is_refused(
     assert json.loads(body)["error"]["message"].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 2, 400)],
+)
+@pytest.mark.parametrize("request_line", ["GET /v1/models", "POST /v1/completions"])
+def test_a_request_names_one_host(
+    address: tuple[str, int], request_line: str, version: str, hosts: int, status: int
+) -> None:
+    """HTTP/1.1 requires it (RFC 9112, section 3.2); the next request is answered as ever."""
+    fields = "Host: x\r\n" * hosts + "Content-Length: 2\r\nConnection: keep-alive\r\n"
+    with socket.create_connection(address) as connection:
+        connection.sendall(f"{request_line} HTTP/{version}\r\n{fields}\r\n{{}}".encode())
+        assert connection.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
+    with socket.create_connection(address) as connection:
+        connection.sendall(COMPLETE)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
 def test_half_of_a_second_request_is_refused_too(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection:
         connection.sendall(COMPLETE.replace(b"POST", b"GET"))

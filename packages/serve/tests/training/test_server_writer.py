@@ -17,7 +17,7 @@ from packages.serve.tests.servers.stand_in import Reply, StandIn, hasten_retries
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import JsonlReader
 from spectrain.data.shards import Row, ShardSet
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
 from spectrain_serve.servers.base import RequestTimes
@@ -318,9 +318,10 @@ def test_stopped_in_flight(tmp_path: Path, server: EchoStandIn, chats: JsonlRead
             stopped.wait(60)
 
     server.answer_question = stop
-    with pytest.raises(RunError, match="stopped; what is finished is kept"):
+    with pytest.raises(RunInterrupted, match="stopped; what is finished is kept") as ended:
         regenerate(tmp_path / "out", server, chats, concurrency=1)
     stopped.set()
+    assert ended.value.status == 128 + signal.SIGTERM
     server.answer_question = lambda question, attempt: None
     server.attempts.clear()
     rows = regenerate(tmp_path / "out", server, chats)

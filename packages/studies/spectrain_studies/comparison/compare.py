@@ -262,7 +262,7 @@ class Contest:
             runs = [self.train_and_score(spec) for spec in specs]
         except RunInterrupted as stopped:
             message = f"stopped; go on with the same command, trainer.resume=auto run={self.folder}"
-            raise RunInterrupted(message, stopped.status) from stopped
+            raise stopped.interrupt_whole(message) from stopped
         runs += [self.score_untrained(spec) for spec in untrained_specs]
         print(f"all done in {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
         return runs

@@ -189,13 +189,21 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
-def peak_memory(models: Models, batches: Sequence[BatchShape]) -> dict[str, int]:
-    """Return the bytes of each part at the worst moment of the worst batch and stage."""
+def peak_memory(
+    models: Models, batches: Sequence[BatchShape], validates: bool = True
+) -> dict[str, int]:
+    """Return the bytes of each part at the worst moment of the worst batch and stage, in a run
+    that drafts for held-out texts or does not.
+    """
     worst: dict[str, float] = {}
     for number in models.stage_shares:
         stage = models.stages[number]
-        resident = resident_bytes(models, stage)
-        for batch in largest_batches(batches):
+        largest = largest_batches(batches)
+        runs_output = validates or any(
+            stage_cost(models, stage, batch).judged.other_rows for batch in largest
+        )
+        resident = resident_bytes(models, stage, runs_output)
+        for batch in largest:
             for moment in step_moments(models, stage, batch):
                 worst = max(worst, resident | moment, key=lambda parts: sum(parts.values()))
     return {
@@ -255,8 +263,10 @@ def stage_cost(models: Models, stage: Stage, batch: BatchShape) -> StepCost:
     )
 
 
-def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
-    """Return the bytes that a stage holds all the time."""
+def resident_bytes(models: Models, stage: Stage, runs_output: bool) -> dict[str, float]:
+    """Return the bytes that a stage holds all the time; the target's output layer is packed where
+    it runs, and the loss reads its weights as they are.
+    """
     trained = trained_parameters(stage)
     own = models.own_ids
     training = models.drafter.capabilities.target_training
@@ -268,7 +278,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
         "drafter weights": bytes_of(
             [*models.drafter.parameters(), *models.drafter.buffers(), *copy]
         ),
-        "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained})
+        "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}, runs_output)
         if models.is_cpu
         else 0,
         "optimiser state": 2 * bytes_of(trained),
@@ -278,9 +288,10 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
     }
 
 
-def packed_bytes(target: Target, trained: set[int]) -> int:
+def packed_bytes(target: Target, trained: set[int], runs_output: bool) -> int:
     """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones,
-    reordered large ones, and the panels of an installed package.
+    reordered large ones, and the panels of an installed package. A linear is packed when it first
+    runs, the output layer with `runs_output` alone.
     """
     model = target.model if target.has_layers else target.head.output
     groups = [group for module in model.modules() for group in find_shared_linears(module)]
@@ -288,7 +299,9 @@ def packed_bytes(target: Target, trained: set[int]) -> int:
     singles = [
         [module]
         for module in model.modules()
-        if isinstance(module, nn.Linear) and module not in shared
+        if isinstance(module, nn.Linear)
+        and module not in shared
+        and (runs_output or module is not target.head.output)
     ]
     total = 0
     for linears in [*groups, *singles]:

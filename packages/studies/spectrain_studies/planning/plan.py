@@ -47,7 +47,15 @@ from .serving_memory import count_drafter_numbers, plan_serving_memory
 from .settings import PlanSettings
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
-from .workload import Workload, cached_features, count_operations, read_workload, reads_features
+from .workload import (
+    Workload,
+    cached_features,
+    count_operations,
+    has_validation,
+    read_workload,
+    reads_features,
+    trained_batches,
+)
 
 SHARDING_SETTINGS = {
     "drafter": "trainer.sharding=fsdp2",
@@ -137,7 +145,7 @@ def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) ->
     """Return the bytes of each part at the worst moment; a CPU's memory holds the cached
     features too.
     """
-    memory = peak_memory(models, work.batches)
+    memory = peak_memory(models, trained_batches(spec, models, work), has_validation(models, work))
     cached = cached_features(spec, models, work)
     return memory | (
         {"features kept for later epochs": int(cached)} if models.is_cpu and cached else {}

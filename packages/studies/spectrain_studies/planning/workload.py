@@ -4,6 +4,7 @@ over them.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from spectrain.config.spec import RunSpec
@@ -14,6 +15,7 @@ from spectrain.drafters.step_cost import BatchShape
 from spectrain.errors import UserError
 from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.target import Target
+from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts
 from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
@@ -154,11 +156,33 @@ def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
 def fitted_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
     """Return the part of the data to which initial weights are fitted: at most the batches of the
     run, each text once."""
+    num_tokens = fitted_tokens(spec, models)
+    return min(num_tokens / work.tokens, work.epochs, 1.0)
+
+
+def fitted_tokens(spec: RunSpec, models: Models) -> int:
+    """Return the tokens to which initial weights are fitted, where the data has as many."""
     fit = models.drafter.capabilities.initial_fit
     is_left_out = models.num_devices > 1 and spec.source.build().stores_features
-    if fit is None or is_left_out:
-        return 0.0
-    return min(fit.num_tokens / work.tokens, work.epochs, 1.0)
+    return 0 if fit is None or is_left_out else fit.num_tokens
+
+
+def trained_batches(spec: RunSpec, models: Models, work: Workload) -> list[BatchShape]:
+    """Return the batches of the first steps, at most as many as an epoch has. The steps begin
+    behind the batches to which initial weights are fitted.
+    """
+    trainer = models.trainer
+    per_step = trainer.accumulate * models.num_devices // trainer.context_parallel
+    num_batches = work.num_steps * per_step
+    batching, dataset = trainer.batch_settings, work.dataset
+    fitted = choose_batches(
+        dataset.stream_batches(batching), fitted_tokens(spec, models), num_batches
+    )
+    stream = dataset.stream_batches(batching, state=fitted[-1].position if fitted else None)
+    return [
+        batch_shape(examples, trainer.packing, trainer.loss_tokens)
+        for examples in islice(stream, min(num_batches, len(work.batches)))
+    ]
 
 
 def fit_flops(models: Models, num_tokens: float) -> float:
@@ -212,6 +236,14 @@ def count_validations(models: Models, work: Workload, affordable: int) -> int:
         return 1 + math.ceil(last / trainer.eval_every)
     saved = (last - 1) // trainer.save_every if trainer.save_every else 0
     return 2 + max(saved, min(affordable, MAX_VALIDATIONS - 2, last - 1))
+
+
+def has_validation(models: Models, work: Workload) -> bool:
+    """Return whether the run drafts for held-out texts; data that is not read is taken to have
+    some.
+    """
+    selected = select_prompts(work.dataset.held_out, models.target.max_length)
+    return bool(selected.prompts) or not work.is_counted
 
 
 def recording_flops(models: Models, work: Workload) -> float:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,22 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
+from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance, record_held_out
-from spectrain_studies.planning.footprint import Models, bytes_of
+from spectrain_studies.planning.footprint import Models, bytes_of, peak_memory
 from spectrain_studies.planning.operations import mean_keys
 from spectrain_studies.planning.plan import Plan, plan
-from spectrain_studies.planning.workload import Workload, recording_flops, validation_flops
+from spectrain_studies.planning.workload import (
+    Workload,
+    batch_shape,
+    has_validation,
+    read_workload,
+    recording_flops,
+    trained_batches,
+    validation_flops,
+)
 from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[4]
@@ -212,7 +222,30 @@ def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
     memory, flops = compare_plan(
         tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8"
     )
-    assert memory == WITHIN and flops == WITHIN
+    assert memory == TIGHT and flops == WITHIN
+
+
+def test_memory_is_that_of_the_batches_behind_the_fit(small_target: tuple[str, str]) -> None:
+    """A run of two steps trains the third and fourth batch: its initial weights are fitted to the
+    first and second.
+    """
+    spec, _ = compose_plan("recipe=eagle3", *small_target, *SHORT, "trainer.max_steps=2")
+    target = build_target_without_weights(spec, "cpu")
+    work = read_workload(spec, target, None, 1)
+    models = Models.from_spec(spec, torch.device("cpu"), work.num_steps, 1, target)
+    batching = models.trainer.batch_settings
+    first, second, *trained = islice(work.dataset.stream_batches(batching), 4)
+    assert len({text.content_hash for batch in (first, second, *trained) for text in batch}) >= 4
+    expected = [batch_shape(examples, models.trainer.packing) for examples in trained]
+    assert trained_batches(spec, models, work) == expected
+    # Nothing is held out, so the output layer never runs.
+    assert not has_validation(models, work)
+    head = models.target.head.output.weight
+    packed = peak_memory(models, expected)["packed copies of weights"]
+    assert packed - peak_memory(models, expected, False)["packed copies of weights"] in (
+        bytes_of([head]),
+        2 * bytes_of([head]),
+    )
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 a plan times.
 """
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,19 +178,20 @@ def test_a_fitted_start_is_timed_apart(
     assert "timing 20 steps" in printed.err and not printed.out
 
 
-def test_an_interrupted_trial_advises_no_resume() -> None:
-    """Its folder is temporary; the sentence names the command and no folder."""
+@pytest.mark.parametrize("status, ended", [(0, 143), (130, 130)])
+def test_an_interrupted_trial_advises_no_resume(status: int, ended: int) -> None:
+    """Its folder is temporary; the sentence names the command and no folder. A training that is
+    saved has status 0, but the command is not finished.
+    """
     with (
         pytest.raises(RunInterrupted, match=r"^plan: stopped while it timed steps") as stopped,
         trial_folder("plan") as folder,
     ):
         raise RunInterrupted(
-            f"stopped; go on with the same command, trainer.resume=auto run={folder}", signal.SIGINT
+            f"stopped; go on with the same command, trainer.resume=auto run={folder}", status
         )
     assert (
-        "resume" not in str(stopped.value)
-        and stopped.value.status == signal.SIGINT
-        and not folder.exists()
+        "resume" not in str(stopped.value) and stopped.value.status == ended and not folder.exists()
     )
     with (
         pytest.raises(RunError, match=r"^plan: no answer; use the same command again$"),
