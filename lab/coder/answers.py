@@ -30,7 +30,8 @@ from spectrain.data.chat import tokenize_conversation
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import parse_conversation
 from spectrain.data.shards import Row, ShardSet, read_rows
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
+from spectrain.files import atomic_write
 from spectrain.models.loading import build_meta_network, load_hf
 
 from .make_prompts import TASKS, list_evaluation_phrases, list_phrases, list_task_prompts
@@ -99,8 +100,8 @@ def make_id(prompt: str) -> str:
     return hash_text(prompt)[:16]
 
 
-def hash_answers(answers: Iterable[Answer]) -> str:
-    return hash_text(json.dumps([asdict(answer) for answer in answers]))
+def hash_part(answers: Iterable[Answer], facts: dict[str, Any]) -> str:
+    return hash_text(json.dumps([*map(asdict, answers), facts]))
 
 
 def write_part(path: Path, answers: list[Answer], facts: dict[str, Any]) -> None:
@@ -110,27 +111,32 @@ def write_part(path: Path, answers: list[Answer], facts: dict[str, Any]) -> None
         [answer.tokens for answer in answers],
         [answer.mask for answer in answers],
     ]
-    description = json.dumps({**facts, "answers": hash_answers(answers)})
-    table = pa.table(columns, SCHEMA.with_metadata({METADATA: description.encode()}))
+    description = json.dumps({"sha256": hash_part(answers, facts), **facts}).encode()
+    table = pa.table(columns, SCHEMA.with_metadata({METADATA: description}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, compression="zstd", compression_level=19, use_dictionary=False)
+    with atomic_write(path) as scratch:
+        pq.write_table(
+            table, scratch, compression="zstd", compression_level=19, use_dictionary=False
+        )
 
 
 def read_part(path: Path) -> Part:
     """Read a part; raise a UserError that names it where it is damaged."""
     try:
-        table = pq.read_table(path)
-        description = json.loads(table.schema.metadata[METADATA])
+        table = pq.read_table(path, schema=SCHEMA)
+        facts = json.loads(pq.read_schema(path).metadata[METADATA])
         answers = [
             Answer(row["id"], row["input_ids"], row["loss_mask"]) for row in table.to_pylist()
         ]
-        if description["answers"] != hash_answers(answers):
-            raise ValueError("its answers have another hash")
-        return Part(path, answers, description["settings"])
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        raise UserError(
-            f"{path}: this part is damaged ({first_line(error)}); restore it from git"
-        ) from error
+        if facts.pop("sha256") == hash_part(answers, facts):
+            return Part(path, answers, facts["settings"])
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException):
+        # Whatever a library raises that reads bytes of another meaning.
+        pass
+    raise UserError(
+        f"{path}: this part is damaged, or no part; restore it from git, or remove it and answer "
+        "its prompts again"
+    )
 
 
 def read_parts(folder: Path) -> list[Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -162,18 +163,37 @@ def test_reading_is_the_inverse_of_writing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    """Whether bytes are missing, or an id is another one."""
+    """Whether an id is another one, bytes are missing, or the file is another table."""
     path = tmp_path / "part-000.parquet"
     write_part(path, ANSWERS, {"settings": {}})
-    table = pq.read_table(path)
-    changed = pa.array([[5, 6, 8], [8, 9]], pa.list_(pa.int32()))
-    pq.write_table(table.set_column(1, "input_ids", changed), path)
-    with pytest.raises(UserError, match=r"part-000\.parquet: this part is damaged \(its answers"):
-        read_parts(tmp_path)
-    write_part(path, ANSWERS, {"settings": {}})
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"part-000\.parquet: this part is damaged"):
-        read_parts(tmp_path)
+    table, whole = pq.read_table(path), path.read_bytes()
+    others = pa.array([[5, 6, 8], [8, 9]], pa.list_(pa.int32()))
+    damages: list[Callable[[], object]] = [
+        lambda: pq.write_table(table.set_column(1, "input_ids", others), path),
+        lambda: path.write_bytes(whole[:-20]),
+        lambda: pq.write_table(pa.table({"id": ["a"]}), path),
+    ]
+    for damage in damages:
+        damage()
+        with pytest.raises(UserError, match=r"part-000\.parquet: this part is damaged"):
+            read_parts(tmp_path)
+
+
+def test_no_changed_byte_changes_what_is_read(tmp_path: Path) -> None:
+    """A part with one changed byte is named as damaged, or the byte is one that nothing reads."""
+    path = tmp_path / "part-000.parquet"
+    write_part(path, ANSWERS, {"settings": {"seed": 0}})
+    whole = path.read_bytes()
+    num_named = 0
+    for place in range(0, len(whole), 11):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 21]) + whole[place + 1 :])
+        try:
+            part = read_part(path)
+        except UserError:
+            num_named += 1
+        else:
+            assert part.answers == ANSWERS and part.settings == {"seed": 0}
+    assert num_named > len(whole) / 22
 
 
 @pytest.mark.parametrize(
