@@ -81,11 +81,11 @@ def list_ordered_prompts(tasks: dict[str, list[str]] | None = None) -> list[str]
     out.
     """
     tasks = tasks or yaml.safe_load(TASKS.read_text(encoding="utf-8"))
-    known = list_evaluation_phrases()
+    excluded = list_evaluation_phrases()
     ranked: dict[str, tuple[int, str]] = {}
     for task in tasks["tasks"]:
         prompts = list_task_prompts({**tasks, "tasks": [task]})
-        usable = [prompt for prompt in prompts if not known & list_phrases(prompt)]
+        usable = [prompt for prompt in prompts if not excluded & list_phrases(prompt)]
         for rank, prompt in enumerate(sorted(usable, key=hash_text)):
             ranked[prompt] = rank, hash_text(prompt)
     return sorted(ranked, key=ranked.__getitem__)
@@ -266,9 +266,9 @@ def describe_part(part: Part, numbers: dict[str, int]) -> str:
     """Return a line with the counts of a part; `numbers` has the position of each id in the
     order.
     """
-    found = sorted(numbers[answer.id] for answer in part.answers if answer.id in numbers)
+    positions = sorted(numbers[answer.id] for answer in part.answers if answer.id in numbers)
     size = part.path.stat().st_size
-    covered = f"prompts {found[0]} to {found[-1]}" if found else "prompts of no task"
+    covered = f"prompts {positions[0]} to {positions[-1]}" if positions else "prompts of no task"
     return (
         f"{part.path.name}: {len(part.answers)} answers, {covered}; {part.num_generated} tokens, "
         f"{part.num_tokens} with the prompts; {size} bytes, {size / part.num_generated:.2f} a token"

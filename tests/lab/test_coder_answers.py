@@ -109,14 +109,14 @@ def test_a_part_holds_the_training_sequences_of_its_set(
     PackAnswers(answered=str(tmp_path / "set"), parts=str(tmp_path / "parts")).run()
     packed = TokensReader(str(tmp_path / "parts")).make_dataset(tiny.template)
     read = JsonlReader(str(tmp_path / "set")).make_dataset(tiny.template)
-    assert [(one.tokens, one.mask) for one in packed.examples] == [
-        (one.tokens, one.mask) for one in read.examples
+    assert [(example.tokens, example.mask) for example in packed.examples] == [
+        (example.tokens, example.mask) for example in read.examples
     ]
     assert len(packed.examples) == 4 and not packed.unread
     (part,) = read_parts(tmp_path / "parts")
     assert [answer.id for answer in part.answers] == [make_id(prompt) for prompt in prompts[:4]]
-    content = pq.read_schema(part.path).metadata[b"spectrain"].decode()
-    assert json.loads(content)["settings"] == part.settings and "somewhere" not in content
+    facts = pq.read_schema(part.path).metadata[b"spectrain"].decode()
+    assert json.loads(facts)["settings"] == part.settings and "somewhere" not in facts
     assert part.settings == {"target": "qwen2.5-coder-1.5b", "sampling.temperature": 0.5}
 
 
@@ -166,11 +166,11 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     """Whether an id is another one, bytes are missing, or the file is another table."""
     path = tmp_path / "part-000.parquet"
     write_part(path, ANSWERS, {"settings": {}})
-    table, whole = pq.read_table(path), path.read_bytes()
+    table, content = pq.read_table(path), path.read_bytes()
     others = pa.array([[5, 6, 8], [8, 9]], pa.list_(pa.int32()))
     damages: list[Callable[[], object]] = [
         lambda: pq.write_table(table.set_column(1, "input_ids", others), path),
-        lambda: path.write_bytes(whole[:-20]),
+        lambda: path.write_bytes(content[:-20]),
         lambda: pq.write_table(pa.table({"id": ["a"]}), path),
     ]
     for damage in damages:
@@ -183,17 +183,17 @@ def test_no_changed_byte_changes_what_is_read(tmp_path: Path) -> None:
     """A part with one changed byte is named as damaged, or the byte is one that nothing reads."""
     path = tmp_path / "part-000.parquet"
     write_part(path, ANSWERS, {"settings": {"seed": 0}})
-    whole = path.read_bytes()
+    content = path.read_bytes()
     num_named = 0
-    for place in range(0, len(whole), 11):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 21]) + whole[place + 1 :])
+    for at in range(0, len(content), 11):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 21]) + content[at + 1 :])
         try:
             part = read_part(path)
         except UserError:
             num_named += 1
         else:
             assert part.answers == ANSWERS and part.settings == {"seed": 0}
-    assert num_named > len(whole) / 22
+    assert num_named > len(content) / 22
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_parts_that_do_not_fit_together_are_refused(
         read_parts(tmp_path)
 
 
-def test_the_committed_parts_are_whole() -> None:
+def test_the_committed_parts_can_be_read() -> None:
     """Every part answers prompts of today's order, and fits the others."""
-    known = {make_id(prompt) for prompt in list_ordered_prompts()}
+    ids = {make_id(prompt) for prompt in list_ordered_prompts()}
     for part in read_parts(PARTS):
-        assert {answer.id for answer in part.answers} <= known
+        assert {answer.id for answer in part.answers} <= ids
         assert all(any(answer.mask) and not answer.mask[0] for answer in part.answers)
