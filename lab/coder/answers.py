@@ -31,7 +31,7 @@ from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.messages import parse_conversation
 from spectrain.data.shards import Row, ShardSet, read_rows
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, write_text
 from spectrain.models.loading import build_meta_network, load_hf
 
 from .make_prompts import TASKS, list_evaluation_phrases, list_phrases, list_task_prompts
@@ -222,7 +222,8 @@ class PackAnswers:
         if self.prompts is not None:
             left = [prompt for identifier, prompt in order.items() if identifier not in answered]
             rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in left)
-            self.prompts.write_text(rows, encoding="utf-8")
+            self.prompts.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.prompts, rows)
             print(f"{self.prompts}: {len(left)} prompts without an answer")
         if self.answered is not None:
             parts.append(self._add_part(ShardSet(self.answered), list(order), answered))

@@ -129,8 +129,9 @@ def test_a_stopped_set_gives_a_part_and_then_only_what_is_new(
     assert "3 answers, prompts 0 to 2" in capsys.readouterr().out
     with pytest.raises(UserError, match="it has no answer that no part has"):
         PackAnswers(answered=answered, parts=parts).run()
-    PackAnswers(prompts=str(tmp_path / "left.jsonl"), parts=parts).run()
-    left = [json.loads(line)["prompt"] for line in (tmp_path / "left.jsonl").open()]
+    unanswered = tmp_path / "new" / "prompts.jsonl"
+    PackAnswers(prompts=str(unanswered), parts=parts).run()
+    left = [json.loads(line)["prompt"] for line in unanswered.open()]
     assert left == prompts[3:]
     write_set(tmp_path / "more", tiny, prompts, 4)
     PackAnswers(answered=str(tmp_path / "more"), parts=parts).run()
