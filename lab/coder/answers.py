@@ -167,7 +167,9 @@ def read_answered_rows(shards: ShardSet) -> Iterator[Row]:
         if fault is None:
             yield from shards.read_shard(name)
         elif fault == "unfinished":
-            yield from read_rows(shards.folder / "unfinished" / name)
+            # The process that writes it may have finished it meanwhile.
+            rows = list(read_rows(shards.folder / "unfinished" / name))
+            yield from rows or shards.read_shard(name)
         else:
             raise UserError(
                 f"{shards.folder / name}: this shard is {fault}; run the command that made it again"

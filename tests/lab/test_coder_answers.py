@@ -138,6 +138,16 @@ def test_a_stopped_set_gives_a_part_and_then_only_what_is_new(
     assert "part-001.parquet: 1 answers, prompts 3 to 3" in capsys.readouterr().out
 
 
+def test_a_shard_that_is_finished_meanwhile_is_read(
+    tmp_path: Path, tiny: Target, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_set(tmp_path / "set", tiny, prompts, 3)
+    faults = {f"part-0000{number}.jsonl": "unfinished" for number in range(2)}
+    monkeypatch.setattr(ShardSet, "find_faults", lambda _: faults)
+    rows = module.read_answered_rows(ShardSet(tmp_path / "set"))
+    assert [row.id for row in rows] == [0, 1, 2]
+
+
 def test_a_prompt_of_no_task_is_refused(tmp_path: Path, tiny: Target, prompts: list[str]) -> None:
     write_set(tmp_path / "set", tiny, ["Who are you?", *prompts], 2)
     with pytest.raises(UserError, match="conversation 0 is no task of tasks.yaml"):
