@@ -141,6 +141,16 @@ def list_phrases(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[at : at + PHRASE_WORDS]) for at in range(len(words) - PHRASE_WORDS + 1)}
 
 
+def list_evaluation_phrases(path: Path = QUESTIONS) -> set[tuple[str, ...]]:
+    """Return the phrases of the evaluation prompts in a file, rows with `prompt` or `turns`."""
+    phrases: set[tuple[str, ...]] = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for text in row.get("turns") or [row["prompt"]]:
+            phrases |= list_phrases(text)
+    return phrases
+
+
 def mix_prompts(kinds: dict[str, list[str]], count: int, draw: random.Random) -> list[str]:
     """Return up to `count` prompts, an equal share of each kind as far as it lasts."""
     for prompts in kinds.values():
@@ -162,6 +172,8 @@ class MakePrompts:
         out: str,
         # Whether the turns of ShareGPT are read; its package must be installed.
         sharegpt: bool = True,
+        # Whether the tasks are written; answers.py has an order of its own for them.
+        tasks: bool = True,
         # Evaluation prompts, JSON Lines with `prompt` or `turns`, that no prompt may repeat.
         excluded: str = str(QUESTIONS),
         count: int = 20_000,
@@ -169,6 +181,7 @@ class MakePrompts:
     ) -> None:
         self.out = Path(out)
         self.sharegpt = sharegpt
+        self.tasks = tasks
         self.excluded = Path(excluded)
         self.count = count
         self.seed = seed
@@ -176,13 +189,11 @@ class MakePrompts:
     def run(self) -> None:
         draw = random.Random(self.seed)
         tasks = yaml.safe_load(TASKS.read_text(encoding="utf-8"))
-        kinds = {
-            "tasks": list_task_prompts(tasks),
-            "functions": list_function_prompts(tasks, draw),
-        }
+        kinds = {"tasks": list_task_prompts(tasks)} if self.tasks else {}
+        kinds["functions"] = list_function_prompts(tasks, draw)
         if self.sharegpt:
             kinds["turns"] = list_turns()
-        known = self._list_evaluation_phrases()
+        known = list_evaluation_phrases(self.excluded)
         for kind, prompts in kinds.items():
             usable = [prompt for prompt in prompts if not known & list_phrases(prompt)]
             print(f"{kind}: {len(usable)} prompts, {len(prompts) - len(usable)} left out")
@@ -191,14 +202,6 @@ class MakePrompts:
         rows = (json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in mixed)
         self.out.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
         print(f"{self.out}: {len(mixed)} prompts")
-
-    def _list_evaluation_phrases(self) -> set[tuple[str, ...]]:
-        phrases: set[tuple[str, ...]] = set()
-        for line in self.excluded.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            for text in row.get("turns") or [row["prompt"]]:
-                phrases |= list_phrases(text)
-        return phrases
 
 
 if __name__ == "__main__":
