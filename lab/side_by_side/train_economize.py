@@ -8,6 +8,7 @@ unrolled steps; optimizer, schedule and initial weights are their own. Each rate
 seed 0, and the best one, by the chain, with the other seeds too. Both are scored by this project:
 chains of three and trees of 16 nodes over held-out prompts, whose output must equal autoregressive
 decoding. FILE of runs= holds a line per finished run; a second start trains only what is missing.
+Its `cpu_seconds` are those of this process, without economize's own.
 """
 
 from __future__ import annotations
