@@ -36,7 +36,6 @@ import torch
 
 import spectrain
 from lab.benchmarks.pooled_lengths import pool_lengths
-from lab.benchmarks.speculators_library import LibraryTraining, shift_batch
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
@@ -268,6 +267,8 @@ class Comparison:
         """Train the library's drafter, with the fused layers and the draft vocabulary of
         spectrain's.
         """
+        from lab.benchmarks.speculators_library import LibraryTraining, shift_batch
+
         optimizer, lr, *matrices = rates.split(":")
         chosen = {"optimizer": optimizer, "lr": float(lr), "muon_lr": float((matrices or [lr])[0])}
         layers = drafter.fused_layers
@@ -365,6 +366,8 @@ def measure_pace(steps: int, limit: int) -> dict[str, Any]:
     """Measure the processor's seconds of a step of both sides over the same batches of SmolLM2,
     in turn; return the medians.
     """
+    from lab.benchmarks.speculators_library import LibraryTraining, shift_batch
+
     with hydra_context():
         spec = compose_spec(
             {

@@ -11,6 +11,8 @@ from spectrain.export.engine_support import PROGRAMS, READ_VERSIONS, describe_re
 from spectrain.export.layouts import FAMILY_TITLES, LAYOUTS, load_layout
 
 PAGE = ROOT / "docs" / "serving.md"
+# Key of a server's counts -> its column.
+COUNTED = {"rounds": "rounds with drafts", "drafted": "drafted", "accepted": "accepted"}
 
 
 def render_serving_page() -> dict[Path, str]:
@@ -19,6 +21,7 @@ def render_serving_page() -> dict[Path, str]:
     for name, text in (
         ("engines", f"{engines_table()}\n\n{versions_sentence()}\n"),
         ("schedules", f"{schedules_table()}\n"),
+        ("schedule in vLLM", f"{engine_schedule_table()}\n"),
     ):
         marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         page = marks.sub(rf"\g<1>{text}\g<2>", page)
@@ -43,6 +46,28 @@ def schedules_table() -> str:
         rows.append([name.split(",")[0], lengths, *gains])
     loads = [f"load {load:.0%}" for load in result["loads"]]
     return format_table(["drafter", "draft tokens by texts", *loads], rows)
+
+
+def engine_schedule_table() -> str:
+    """Return what vLLM did with a schedule and with a fixed number of draft tokens, by requests at
+    once.
+    """
+    result = json.loads((ROOT / "lab" / "results" / "engine-schedule.json").read_text())
+    rows = []
+    for level in result["levels"]:
+        both = [level["servers"][name] for name in ("fixed", "schedule")]
+        seconds = (", ".join(f"{value:.1f}" for value in each["seconds"]) for each in both)
+        rows.append(
+            [
+                str(level["requests_at_once"]),
+                *(" / ".join(f"{each[key]:,}" for each in both) for key in COUNTED),
+                " / ".join(seconds),
+            ]
+        )
+    counts = [f"{title}, fixed / schedule" for title in COUNTED.values()]
+    return format_table(
+        ["requests at once", *counts, "seconds of each repeat, fixed / schedule"], rows
+    )
 
 
 def engines_table() -> str:

@@ -3,6 +3,7 @@ same tokens, in turns.
 
     make side-by-side
     OMP_NUM_THREADS=2 python -m lab.side_by_side.compare target=smollm2 threads=2 out=FILE
+    python -m lab.side_by_side.compare target=tiny prompts=2 tokens=12   # do all of them run?
 
 Every package runs in a process of its own and decodes each prompt without and with its drafters.
 A turn is a prompt: all systems of all packages decode it, in an order that rotates, so that a
@@ -31,7 +32,7 @@ from lab.side_by_side.protocol import Setting
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
 from spectrain.eval.prompts import read_prompts
-from spectrain.models.bundled import convert_smollm2, find_smollm2
+from spectrain.models.bundled import TINY_DIRECTORY, convert_smollm2, find_smollm2
 from spectrain.models.loading import load_hf, load_smollm2, load_tiny, prepare_dense_weights
 from spectrain.models.published import MODELS, locate_model
 from spectrain.models.target import Target
@@ -197,7 +198,8 @@ class SideBySide:
                 gguf=str(find_smollm2()),
             )
         if self.target not in MODELS:
-            return Setting(self.target, self.target, self.dtype, self.threads)
+            path = str(TINY_DIRECTORY) if self.target == "tiny" else self.target
+            return Setting(path, self.target, self.dtype, self.threads)
         gguf = Path(locate_model(self.target, "target"))
         assistant = Path(locate_model("qwen2.5-coder-0.5b", "assistant"))
         return Setting(

@@ -29,6 +29,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.target_kind import LATENT_KEYS, LatentAttention
+from spectrain.drafters.mtp import Mtp
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
@@ -45,15 +46,26 @@ EXPERTS = {"experts": True}
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | EXPERTS,
     "deepseek_v2": LATENT | EXPERTS,
+    "axk1": LATENT | EXPERTS,
+    "bailing_hybrid": LATENT | EXPERTS,
     "glm4_moe_lite": LATENT | EXPERTS,
-    "youtu": LATENT,
+    "kimi_linear": LATENT | EXPERTS,
+    "longcat_flash": LATENT,
     "minicpm3": LATENT,
-    "qwen3_moe": EXPERTS,
-    "glm4_moe": EXPERTS,
-    "mixtral": EXPERTS,
-    "gpt_oss": EXPERTS,
-    "olmoe": EXPERTS,
-}
+    "youtu": LATENT,
+    **dict.fromkeys(
+        (
+            "afmoe", "aria_text", "beam", "cohere2_moe", "dbrx", "dots1", "ernie4_5_moe",
+            "exaone_moe", "flex_olmo", "flint", "glm4_moe", "gpt_oss", "granitemoe",
+            "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+            "jamba", "kolibri1", "laguna", "lfm2_moe", "llama4_text", "mellum",
+            "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe",
+            "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+            "zaya",
+        ),
+        EXPERTS,
+    ),
+}  # fmt: skip
 PROMPTS = [[5, 9, 17, 33, 4], [8, 7, 6, 60, 61, 62, 63, 11, 12]]
 
 
@@ -157,6 +169,16 @@ def test_what_the_target_lacks_is_refused(shallow: Target) -> None:
     ):
         with pytest.raises(UserError, match=words):
             make_drafter(shallow, architecture)
+
+
+@pytest.mark.parametrize("target", ["longcat_flash"], indirect=True)
+def test_layers_that_cannot_be_built_alone_are_refused(target: Target) -> None:
+    """A layer of LongCat-Flash counts as two, so its code makes none of one."""
+    with pytest.raises(UserError, match="cannot be built alone"):
+        make_drafter(target, EXPERTS)
+    with pytest.raises(UserError, match="cannot be built alone"):
+        Mtp(target)
+    assert isinstance(make_drafter(target, LATENT).self_attn, LatentAttention)
 
 
 @pytest.mark.parametrize("target", ["deepseek_v3"], indirect=True)

@@ -209,10 +209,11 @@ def make_experts(target: Target) -> nn.Module:
     """Return a feed-forward block with experts, of the class and sizes that the target's later
     layers have, with random weights.
     """
-    layer = TargetLayer(target)
+    layer = TargetLayer(target, has_experts=True)
     (decoder_layer,) = getattr(layer.decoder, layer.layers_name)
-    for part in decoder_layer.children():
-        if any("expert" in name for name, _ in part.named_modules()):
+    for name, part in decoder_layer.named_children():
+        # Some attention has experts of its own.
+        if "att" not in name and any("expert" in inner for inner, _ in part.named_modules()):
             block: nn.Module = part
             return block
     raise UserError(
@@ -232,4 +233,5 @@ class ExpertBlock(WeightBlock):
         """Transform states [B, T, W]."""
         output = self.block(x)
         states: Tensor = output[0] if isinstance(output, tuple) else output
-        return states
+        # Llama 4's block returns a row for each token.
+        return states.reshape(x.shape)

@@ -21,7 +21,7 @@ from spectrain.models.attention import ATTENTION_NAME, causal_attention
 from spectrain.models.cache_arguments import cache_argument
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.model_parts import layer_list_name
+from spectrain.models.model_parts import find_layers, layer_list_name
 from spectrain.models.target import Target
 from spectrain.models.weight_block import WeightBlock
 
@@ -32,15 +32,25 @@ TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 ..].
 """
 
+EXPERT_SETTINGS: dict[str, Any] = {
+    "num_dense_layers": 0,
+    "moe_layer_start_index": 0,
+    "moe_layer_interval": 1,
+    "expert_layer_offset": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+"""Settings, besides `first_k_dense_replace`, with which the first layer has experts if any has."""
+
 
 class TargetLayer(WeightBlock):
     """A layer like the target's last layer with full attention, with random weights, and a norm
     like its final norm.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, has_experts: bool = False) -> None:
         super().__init__()
-        config = single_layer_config(target.config)
+        config = single_layer_config(target.config, has_experts)
         try:
             decoder: Any = original_class(target.decoder)(config)
         except Exception as error:  # the model's code may raise any error
@@ -48,6 +58,13 @@ class TargetLayer(WeightBlock):
                 f"drafter=mtp: a layer of {target.name}'s kind cannot be built "
                 f"({first_line(error)}); use recipe=eagle3"
             ) from error
+        num_layers = len(find_layers(decoder) or ())
+        if num_layers != 1:
+            raise UserError(
+                f"target {target.name}: one layer of its kind cannot be built alone (its code "
+                f"makes {num_layers} of one); use recipe=eagle3 without "
+                "drafter.architecture.experts"
+            )
         decoder.set_input_embeddings(nn.Identity())
         for name, part in target.decoder.named_children():
             if not [*part.parameters()] and name in decoder._modules:
@@ -116,10 +133,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return bases[2] if bases[1].__name__ == "FSDPModule" else bases[0]
 
 
-def single_layer_config(config: Any) -> Any:
+def single_layer_config(config: Any, has_experts: bool = False) -> Any:
     """Return the configuration of a decoder without vocabulary that has one layer.
 
-    Its kind is that of the last layer, or that which the configuration names for MTP layers.
+    Its kind is that of the last layer, or that which the configuration names for MTP layers. With
+    `has_experts` its feed-forward block is one with experts, if any layer has such a block.
     """
     layer_config = copy.deepcopy(config)
     layer_config.num_hidden_layers = 1
@@ -131,6 +149,9 @@ def single_layer_config(config: Any) -> Any:
     # MTP layers have experts if later layers have them.
     if "first_k_dense_replace" in settings:
         layer_config.first_k_dense_replace = 0
+    if has_experts:
+        for key in EXPERT_SETTINGS.keys() & settings.keys():
+            setattr(layer_config, key, EXPERT_SETTINGS[key])
     layer_config._attn_implementation = ATTENTION_NAME
     return layer_config
 

@@ -84,6 +84,7 @@ def answer_offline(
     limits: list[int],
     scratch: Path,
     rows: int = ROWS,
+    dtype: str = "float32",
 ) -> Answers:
     """Return the greedy answers of `vllm.LLM`, `rows` at a time; `drafting` is its
     speculative_config.
@@ -92,7 +93,7 @@ def answer_offline(
     log = scratch / "offline.log"
     model = {
         "model": str(target),
-        "dtype": "float32",
+        "dtype": dtype,
         "max_model_len": MAX_LENGTH,
         "max_num_seqs": rows,
         "enforce_eager": True,
