@@ -79,6 +79,9 @@ MISSING = {
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
     "`spectrain data audit`": ["data", "audit", "target=tiny"],
     "`spectrain compare`": ["compare", "target=tiny"],
+    "`spectrain doctor`": ["doctor"],
+    "`spectrain bench decode`": ["bench", "decode", "target=tiny"],
+    "`spectrain bench train`": ["bench", "train", "recipe=eagle3"],
     "`spectrain plan`": ["plan", "recipe=eagle3", "target=tiny"],
     "`spectrain eval` with a server": ["eval", "serve=true", "eval.limit=1"],
     "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
@@ -97,7 +100,14 @@ SERVE = (
     "eval.serve_in",
     "eval.concurrency",
 )
-STUDIES = ("`spectrain data audit`", "`spectrain compare`", "`spectrain plan`")
+STUDIES = (
+    "`spectrain data audit`",
+    "`spectrain compare`",
+    "`spectrain doctor`",
+    "`spectrain bench decode`",
+    "`spectrain bench train`",
+    "`spectrain plan`",
+)
 
 
 @pytest.fixture(scope="module")

@@ -401,8 +401,6 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
-    "bench decode": call_with_spec("bench.throughput.decode_table"),
-    "bench train": call_with_spec("bench.throughput.training_throughput"),
     "export": call_with_keys(
         "cli.export.run_export",
         "run",
@@ -431,7 +429,6 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "recipes": lambda words: print(describe_recipes(words)),
     "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
-    "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }
 """What each command of help.yaml does, with its configuration or, where it has none, with its

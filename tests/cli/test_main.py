@@ -225,7 +225,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
     "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
     "flag misspelt": (("train", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
-    "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
+    "flag of runs misspelt": (("runs", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
     "no folder of configurations": (
         (*TRAIN, "--config-dir", "none"),
@@ -249,7 +249,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train", "-m", "recipe=eagle3,eagl"),
         ("recipe=eagl", "eagle3"),
     ),
-    "benchmark that moved": (("bench", "kernels"), ("bench kernels", "bench train")),
+    "command of data that is none": (("data", "inspct"), ("data inspct", "data inspect")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
     "convert without a drafter": (
@@ -380,7 +380,7 @@ def test_usage_lists_the_commands(
     shown = capsys.readouterr().out
     assert all(
         f"spectrain {name}" in shown
-        for name in ("train", "eval", "data inspect", "bench", "doctor")
+        for name in ("train", "eval", "data inspect", "recipes", "runs")
     )
 
 
@@ -416,8 +416,6 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
             ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"],
         ),
         ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
-        ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
-        ("bench decode recipe=a", ["recipe=a"]),
         ("data store recipe=a", ["source=store", "recipe=a"]),
         ("eval a", ["a"]),
     ],

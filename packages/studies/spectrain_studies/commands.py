@@ -4,6 +4,7 @@ imported when it is called.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,34 @@ def print_plan(spec: RunSpec) -> None:
     Plan(calibrate=False).run(spec)
 
 
+def bench_decode(config: Any) -> None:
+    spec, _ = read_command_run(config)
+    from .machine.throughput import decode_table
+
+    decode_table(spec)
+
+
+def bench_train(config: Any) -> None:
+    spec, _ = read_command_run(config)
+    from .machine.throughput import training_throughput
+
+    training_throughput(spec)
+
+
+def doctor(words: list[str]) -> None:
+    from .machine.doctor import run_doctor
+
+    sys.exit(run_doctor(words))
+
+
 COMMANDS = InstalledCommands(
-    Path(__file__).with_name("help.yaml"), {"plan": plan, "compare": compare, "data audit": audit}
+    Path(__file__).with_name("help.yaml"),
+    {
+        "plan": plan,
+        "compare": compare,
+        "data audit": audit,
+        "bench decode": bench_decode,
+        "bench train": bench_train,
+        "doctor": doctor,
+    },
 )

@@ -8,7 +8,8 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
-from spectrain.cli.help import COMMANDS
+from spectrain.cli.completion import complete_word
+from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
 from spectrain.models.bundled import load_tiny_tokenizer
@@ -22,6 +23,44 @@ def test_commands_stand_behind_the_training() -> None:
     start = names.index("train")
     assert names[start : start + 4] == ["train", "plan", "compare", "eval"]
     assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
+
+
+@pytest.mark.parametrize(
+    "command, words, expected",
+    [
+        ("bench decode", "target=tiny", ["drafter=ngram", "target=tiny"]),
+        ("bench decode", "recipe=a", ["recipe=a"]),
+    ],
+)
+def test_words_that_stand_for_settings(command: str, words: str, expected: list[str]) -> None:
+    """A setting is implied unless a word replaces it."""
+    assert to_settings(command, words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        (["doctor", "--jsn"], ["--jsn", "--json"]),
+        (["bench", "kernels"], ["bench kernels", "bench train"]),
+        (["bench"], ["bench decode", "bench train"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.run_command(words)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spectrain: ") and len(error.splitlines()) == 1
+    assert all(part in error for part in parts)
+
+
+def test_values_of_help_are_those_of_the_example() -> None:
+    """Of a training that is timed as of one that is run."""
+    shown = " ".join(explain_command("bench train", [], "all").split())
+    assert "Values are those of recipe=eagle3;" in shown and "drafter.ttt_steps=3" in shown
+    assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
 
 
 def test_the_audit_composes() -> None:
