@@ -130,9 +130,9 @@ def test_values_are_those_that_a_type_lists() -> None:
         "trainer.packing=false",
         "trainer.packing=true",
     ]
-    assert complete("eval", "eval.sweep=") == complete("train", "eval.sweep=")
-    offered = complete("train", "eval.sweep=")
-    assert {f"eval.sweep={sweep}" for sweep in ("batch", "context", "temperature")} <= {
+    assert complete("eval", "eval.serve_in=") == complete("train", "eval.serve_in=")
+    offered = complete("train", "eval.serve_in=")
+    assert {f"eval.serve_in={engine}" for engine in ("auto", "openvino", "vllm")} <= {
         *offered
     } and offered == sorted(offered)
     assert complete("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
