@@ -80,6 +80,8 @@ MISSING = {
     "`spectrain serve`": ["serve", "run=runs/NAME"],
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
     "`spectrain data audit`": ["data", "audit", "target=tiny"],
+    "`spectrain data inspect`": ["data", "inspect", "target=tiny"],
+    "`spectrain train --dry-run`": ["train", "recipe=eagle3", "target=tiny", "--dry-run"],
     "`spectrain compare`": ["compare", "target=tiny"],
     "`spectrain doctor`": ["doctor"],
     "`spectrain bench decode`": ["bench", "decode", "target=tiny"],
@@ -104,6 +106,8 @@ SERVE = (
 )
 STUDIES = (
     "`spectrain data audit`",
+    "`spectrain data inspect`",
+    "`spectrain train --dry-run`",
     "`spectrain compare`",
     "`spectrain doctor`",
     "eval.sweep=batch",

@@ -22,6 +22,7 @@ from spectrain.config.commands import (
     read_command_run,
     set_settings_file,
 )
+from spectrain.config.installed import load_entry_points
 from spectrain.config.missing import explain_missing
 from spectrain.errors import (
     RunError,
@@ -312,7 +313,11 @@ def print_settings(config: Any) -> None:
 
 def dry_run_command(config: Any) -> None:
     spec, _ = read_command_run(config)
-    lazy_import("cli.dry_run.dry_run")(spec)
+    tasks = load_entry_points("dry_run")
+    if not tasks:
+        raise UserError(str(explain_missing("group.", "dry_run", f"`spectrain train {DRY_RUN}`")))
+    for dry_run in tasks:
+        dry_run(spec)
 
 
 def check_launch() -> None:
@@ -388,7 +393,6 @@ CORE_TASKS: Mapping[str, Task] = {
     "train": train_command,
     "eval": evaluate_command,
     "chat": chat_command,
-    "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
         "regeneration.command.regenerate_command",

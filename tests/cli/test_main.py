@@ -65,7 +65,7 @@ def regenerate_words(*changes: str) -> tuple[str, ...]:
 
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no command": (("trian", "recipe=eagle3"), ("trian", "train")),
-    "no data command": (("data", "inspekt"), ("data inspekt", "data inspect")),
+    "no data command": (("data", "verfy"), ("data verfy", "data verify")),
     "no recipe": (("train", "target=tiny", "run=out"), ("recipe=eagle3",)),
     "unknown recipe": (train_words("recipe=eagel3"), ("recipe=eagel3", "eagle3")),
     "unknown target": (train_words("target=tiney"), ("target=tiney", "tiny")),
@@ -241,7 +241,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         train_words("drafter.init=taken"),
         ("drafter.init=taken", "drafter"),
     ),
-    "data command left out": (("data",), ("data inspect", "data store")),
+    "data command left out": (("data",), ("data index", "data store")),
     "unknown shell": (("completion", "bsh"), ("bsh", "bash")),
     "no shell": (("completion",), ("completion bash",)),
     "recipe that is none": (("recipes", "eagle"), ("eagle", "eagle3")),
@@ -249,7 +249,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train", "-m", "recipe=eagle3,eagl"),
         ("recipe=eagl", "eagle3"),
     ),
-    "command of data that is none": (("data", "inspct"), ("data inspct", "data inspect")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
     "convert without a drafter": (
@@ -379,8 +378,7 @@ def test_usage_lists_the_commands(
     assert stopped.value.code == status
     shown = capsys.readouterr().out
     assert all(
-        f"spectrain {name}" in shown
-        for name in ("train", "eval", "data inspect", "recipes", "runs")
+        f"spectrain {name}" in shown for name in ("train", "eval", "data store", "recipes", "runs")
     )
 
 

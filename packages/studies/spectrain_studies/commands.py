@@ -56,13 +56,17 @@ def audit(config: Any) -> None:
     audit_command(settings["target"], settings["data"], settings["json"], texts)
 
 
-def print_plan(spec: RunSpec) -> None:
-    """Print the plan of a training on this machine. Hours need timed steps, which are the
-    command's.
-    """
-    from .planning.plan import Plan
+def inspect(config: Any) -> None:
+    settings = read_command(config, ("target", "data", "index"))
+    from .inspection.inspect import inspect_command
 
-    Plan(calibrate=False).run(spec)
+    inspect_command(**settings)
+
+
+def dry_run(spec: RunSpec) -> None:
+    from .inspection.dry_run import dry_run
+
+    dry_run(spec)
 
 
 def bench_decode(config: Any) -> None:
@@ -90,6 +94,7 @@ COMMANDS = InstalledCommands(
     {
         "plan": plan,
         "compare": compare,
+        "data inspect": inspect,
         "data audit": audit,
         "bench decode": bench_decode,
         "bench train": bench_train,

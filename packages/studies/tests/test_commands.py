@@ -12,6 +12,7 @@ from spectrain.cli.completion import complete_word
 from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
+from spectrain.data.readers import ConversationReader
 from spectrain.models.bundled import load_tiny_tokenizer
 from tests.cli.test_gguf import run
 from tests.conf.test_conf import compose_settings
@@ -42,6 +43,7 @@ def test_words_that_stand_for_settings(command: str, words: str, expected: list[
     [
         (["doctor", "--jsn"], ["--jsn", "--json"]),
         (["bench", "kernels"], ["bench kernels", "bench train"]),
+        (["data", "inspekt"], ["data inspekt", "data inspect"]),
         (["bench"], ["bench decode", "bench train"]),
     ],
 )
@@ -61,6 +63,12 @@ def test_values_of_help_are_those_of_the_example() -> None:
     shown = " ".join(explain_command("bench train", [], "all").split())
     assert "Values are those of recipe=eagle3;" in shown and "drafter.ttt_steps=3" in shown
     assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
+
+
+def test_inspect_composes() -> None:
+    """The configuration of `data inspect` passes its check."""
+    checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
+    assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
 def test_the_audit_composes() -> None:
