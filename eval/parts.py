@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.selection import EngineSettings
+from spectrain.eval.selection import EngineEvaluation
 
 
 class EvalPart:
@@ -18,17 +18,17 @@ class EvalPart:
     overrides a method.
     """
 
-    def prepare(self, evaluation: EngineSettings) -> None:
+    def prepare(self, evaluation: EngineEvaluation) -> None:
         """Give the evaluation the settings that follow from those of the part, before they are
         checked.
         """
 
-    def check(self, evaluation: EngineSettings) -> None:
+    def check(self, evaluation: EngineEvaluation) -> None:
         """Raise UserError if the settings of the part do not go together, or not with those of
         the evaluation.
         """
 
-    def extensions(self, evaluation: EngineSettings) -> list[EvalExtension]:
+    def extensions(self, evaluation: EngineEvaluation) -> list[EvalExtension]:
         """Return what is decoded, checked and written in addition to the drafter."""
         return []
 

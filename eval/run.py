@@ -56,7 +56,7 @@ from spectrain.eval.pipeline import (
 )
 from spectrain.eval.prompts import Prompt, read_prompts, take_turns
 from spectrain.eval.report import print_answer
-from spectrain.eval.selection import EngineSettings
+from spectrain.eval.selection import EngineEvaluation
 from spectrain.eval.summary import (
     predict_device,
     speedup_limits,
@@ -89,7 +89,7 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
 @dataclass
-class Evaluation(EngineSettings):
+class Evaluation(EngineEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
     # Settings and extensions of installed packages.

@@ -60,7 +60,7 @@ class PromptedEvaluation(OutputCheck, ReportSettings, AnswerLimit, PromptSetting
 
 
 @dataclass
-class EngineSettings(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
+class EngineEvaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
     """The settings and the prompts of an evaluation with this engine."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.parts import EvalPart
-from spectrain.eval.selection import EngineSettings
+from spectrain.eval.selection import EngineEvaluation
 from spectrain.eval.settings import refuse_empty
 from spectrain_studies.axes.grid import BatchContextSweep
 from spectrain_studies.axes.sweep import (
@@ -39,14 +39,14 @@ class SweepSettings:
 class AxisPart(EvalPart, SweepSettings):
     """Sweeps over an axis."""
 
-    def prepare(self, evaluation: EngineSettings) -> None:
+    def prepare(self, evaluation: EngineEvaluation) -> None:
         self.takes_default_lengths = (
             self.sweep in ("context", "grid") and evaluation.context is None
         )
         if self.takes_default_lengths:
             evaluation.context = CONTEXT_LENGTHS
 
-    def check(self, evaluation: EngineSettings) -> None:
+    def check(self, evaluation: EngineEvaluation) -> None:
         # Lengths beyond the target's context are left out where nobody named them.
         if self.takes_default_lengths and evaluation.context_filler is not None:
             evaluation.context_filler = replace(evaluation.context_filler, leaves_out_long=True)
@@ -60,7 +60,7 @@ class AxisPart(EvalPart, SweepSettings):
     def leaves_out_baselines(self) -> bool:
         return self.sweep is not None
 
-    def extensions(self, evaluation: EngineSettings) -> list[EvalExtension]:
+    def extensions(self, evaluation: EngineEvaluation) -> list[EvalExtension]:
         shared = (
             evaluation.max_new_tokens,
             evaluation.bound_ms,
