@@ -115,9 +115,9 @@ def write_report(
         plot_colors=make_color_style(COLORS),
         dark_plot_colors=make_color_style(DARK_COLORS),
         axes=[
-            section
+            drawn
             for axes in (comparison or {}).get("axes", {}).values()
-            if (section := draw_axis(axes, "compared")) is not None
+            if (drawn := draw_axis(axes, "compared")) is not None
         ],
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
