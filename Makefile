@@ -38,10 +38,11 @@ follow-demo: install  ## simulate a day of changing traffic: notice it, train, p
 test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# The packages of packages/ are hidden: what the core promises, it promises without them. The pages describe all packages.
+# The packages of packages/ are hidden: what the core promises, it promises without them. The pages describe all packages, and
+# the laboratory uses them.
 test-core: install  ## run the core's quick tests in an environment without the packages that add to it
 	$(BIN)/python -m scripts.core_environment
-	$(CORE)/bin/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/docs
+	$(CORE)/bin/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/docs --ignore=tests/lab
 
 test-full: install lint test-newest test-oldest  ## also run the slow proofs, and the newest and oldest dependencies
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"

@@ -4,11 +4,11 @@ allowed dependencies.
 python -m scripts.check_versions newest
 python -m scripts.check_versions oldest tests/models      # other tests than FOLDERS
 
-Creates a fresh environment in build/versions, installs the wheels of spectrain, spectrain-cpu and
-spectrain-serve from this clone there, trains with them, and runs the quick tests of the clone with
-these dependencies. `oldest` installs the lower bounds of pyproject.toml, so the bounds are what is
-tested. torch is that of constraints.txt: elsewhere pip would take a build for CUDA, of several
-gigabytes.
+Creates a fresh environment in build/versions, installs the wheels of spectrain, spectrain-cpu,
+spectrain-serve and spectrain-studies from this clone there, trains with them, and runs the quick
+tests of the clone with these dependencies. `oldest` installs the lower bounds of pyproject.toml, so
+the bounds are what is tested. torch is that of constraints.txt: elsewhere pip would take a build
+for CUDA, of several gigabytes.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "versions"
-PACKAGES = (ROOT / "packages" / "cpu", ROOT / "packages" / "serve")
+# serve requires studies.
+PACKAGES = tuple(ROOT / "packages" / name for name in ("cpu", "serve", "studies"))
 FOLDERS = (
     "tests/models",
     "tests/decoding",
@@ -53,8 +54,8 @@ ENVIRONMENT = {
 }
 
 
-def read_requirements() -> list[Requirement]:
-    """Return the dependencies of the packages that are installed, without these themselves."""
+def read_all_requirements() -> list[Requirement]:
+    """Return the dependencies of the packages that are installed."""
     requirements = []
     for folder in (ROOT, *PACKAGES):
         text = (folder / "pyproject.toml").read_text()
@@ -62,6 +63,12 @@ def read_requirements() -> list[Requirement]:
         for block in re.findall(pattern, text, re.MULTILINE | re.DOTALL):
             lines = re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
             requirements += [Requirement(line) for line in lines]
+    return requirements
+
+
+def read_requirements() -> list[Requirement]:
+    """Return the dependencies of the packages that are installed, without these themselves."""
+    requirements = read_all_requirements()
     return [each for each in requirements if not each.name.startswith("spectrain")]
 
 

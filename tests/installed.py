@@ -6,10 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.choices import list_constructors
-from spectrain.config.installed import list_package_roots
+from spectrain.config.installed import list_conf_modules
 from spectrain.export.layouts import FORMATS
 
 ROOT = Path(__file__).parents[1]
+
+
+def list_checkouts() -> list[Path]:
+    """Return the folders in packages/ of the installed packages of choices. A package may be
+    installed from a wheel: its tests are in this repository all the same.
+    """
+    packages = dict.fromkeys(module.partition(".")[0] for module in list_conf_modules())
+    folders = [ROOT / "packages" / package.removeprefix("spectrain_") for package in packages]
+    return [folder for folder in folders if folder.exists()]
 
 
 def load_cases(module: str) -> dict[str, Any]:
@@ -17,9 +26,7 @@ def load_cases(module: str) -> dict[str, Any]:
     such as tests.decoding.test_captured."""
     cases: dict[str, Any] = {}
     folder, _, name = module.rpartition(".")
-    for root in list_package_roots():
-        if not root.is_relative_to(ROOT):
-            continue
+    for root in list_checkouts():
         package = ".".join(root.relative_to(ROOT).parts)
         path = f"{package}.{folder}.{name.removeprefix('test_')}_cases"
         if (root.joinpath(*folder.split("."), f"{name.removeprefix('test_')}_cases.py")).exists():

@@ -39,7 +39,7 @@ def test_help_and_recipes_import_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    [("yaml", ["recipes"]), ("torch", ["plan", "recipe=eagle3", "target=tiny"])],
+    [("yaml", ["recipes"]), ("torch", ["train", "recipe=eagle3", "target=tiny"])],
     ids=["at the start", "in a setting"],
 )
 def test_a_missing_module_is_one_sentence(module: str, words: list[str]) -> None:

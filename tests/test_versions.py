@@ -4,7 +4,14 @@ bound.
 
 from packaging.version import Version
 
-from scripts.check_versions import lower_bound, make_pins, read_pins, read_requirements
+from scripts.check_versions import (
+    PACKAGES,
+    lower_bound,
+    make_pins,
+    read_all_requirements,
+    read_pins,
+    read_requirements,
+)
 
 
 def test_bounds_allow_the_tested_versions() -> None:
@@ -38,3 +45,10 @@ def test_the_oldest_environment_has_the_lower_bounds() -> None:
         if requirement.name not in ("torch", "triton"):
             assert Version(pins[requirement.name]) == Version(lower_bound(requirement.specifier))
     assert make_pins("newest", "2.13.0") == ["torch==2.13.0"]
+
+
+def test_the_packages_that_a_package_requires_are_installed_with_it() -> None:
+    """No index has them, so a wheel that is not built here ends the check before its first test."""
+    required = {requirement.name for requirement in read_all_requirements()}
+    built = {"spectrain", *(f"spectrain-{folder.name}" for folder in PACKAGES)}
+    assert {name for name in required if name.startswith("spectrain")} <= built

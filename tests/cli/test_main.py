@@ -167,20 +167,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         regenerate_words("regenerate.turns=last"),
         ("regenerate.turns=last", "first"),
     ),
-    "regenerate by a server and a target": (
-        regenerate_words("server=vllm"),
-        ("target", "server.model"),
-    ),
-    "regenerate by a server and a tree": (
-        regenerate_words("server=vllm", "tree=chain", "target"),
-        ("tree", "server.model"),
-    ),
-    "regenerate by no server": (
-        regenerate_words(
-            "server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"
-        ),
-        ("server.url=http://127.0.0.1:9/v1", "no server answers"),
-    ),
     "regenerate, a tree for nothing": (regenerate_words("tree=chain"), ("tree", "run=")),
     "regenerate with no drafter": (regenerate_words("run=taken"), ("run=taken", "drafter")),
     "regenerate among other files": (regenerate_words("out=."), ("out=.", "manifest.json")),
@@ -413,7 +399,6 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
             "lint --config-dir mine a --target o/n",
             ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"],
         ),
-        ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
         ("data store recipe=a", ["source=store", "recipe=a"]),
         ("eval a", ["a"]),
     ],

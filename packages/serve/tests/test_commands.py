@@ -1,11 +1,32 @@
 """The commands of this package, as the core's command line reads them."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from spectrain.cli import main as cli
 from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.main import COMMAND_TASKS
 from spectrain.cli.overrides import to_settings
 from spectrain_serve.commands import COMMANDS as OWN
+from tests.cli.test_main import check_mistake, folder, regenerate_words
+
+__all__ = ["folder"]
+
+SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "a server and a target": (regenerate_words("server=vllm"), ("target", "server.model")),
+    "a server and a tree": (
+        regenerate_words("server=vllm", "tree=chain", "target"),
+        ("tree", "server.model"),
+    ),
+    "no server": (
+        regenerate_words(
+            "server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"
+        ),
+        ("server.url=http://127.0.0.1:9/v1", "no server answers"),
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -44,3 +65,18 @@ def test_every_command_explains_itself(name: str) -> None:
     words = explain_command(name, []).split()
     first = f"spectrain {name}: {COMMANDS[name].about}".split()
     assert words[: len(first)] == first
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("words, expected", SERVER_MISTAKES.values(), ids=list(SERVER_MISTAKES))
+def test_a_mistake_about_a_server_is_a_single_sentence(
+    words: tuple[str, ...],
+    expected: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    check_mistake(stopped.value.code, capsys.readouterr().err, expected, tmp_path)

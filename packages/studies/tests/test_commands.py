@@ -24,6 +24,8 @@ def test_commands_stand_behind_the_training() -> None:
     start = names.index("train")
     assert names[start : start + 4] == ["train", "plan", "compare", "eval"]
     assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
+    words = to_settings("compare", ["a", "b", "recipes=c,d"])
+    assert words == ["recipes=[c,d]", 'runs=["a","b"]']
 
 
 @pytest.mark.parametrize(
