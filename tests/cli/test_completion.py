@@ -142,8 +142,8 @@ def test_values_are_those_that_a_type_lists() -> None:
 
 def test_words_of_other_commands(folder: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files are offered."""
-    inside = [name for name in complete("data", "") if name != "audit"]
-    assert inside == ["index", "inspect", "regenerate", "store", "verify"]
+    inside = [name for name in complete("data", "") if name not in ("audit", "inspect")]
+    assert inside == ["index", "regenerate", "store", "verify"]
     assert complete("completion", "") == sorted(SHELL_SCRIPTS)
     assert complete("recipes", "ea") == ["eagle1", "eagle3"]
     assert complete("runs", "--") == ["--help", "--json"]
