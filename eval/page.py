@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from jinja2 import Environment, FileSystemLoader
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
+from spectrain.config.installed import load_entry_points
 from spectrain.decoding.generation import ROUND_PARTS
-from spectrain.eval.axes.tables import section_axis
 from spectrain.eval.charts import (
     MIN_VALIDATIONS,
     HeldOutPoint,
@@ -115,7 +115,9 @@ def write_report(
         plot_colors=make_color_style(COLORS),
         dark_plot_colors=make_color_style(DARK_COLORS),
         axes=[
-            section_axis(axes, "compared") for axes in (comparison or {}).get("axes", {}).values()
+            drawn
+            for axes in (comparison or {}).get("axes", {}).values()
+            if (drawn := draw_axis(axes, "compared")) is not None
         ],
         parts=ROUND_PARTS,
         system_columns=SYSTEM_COLUMNS,
@@ -124,6 +126,12 @@ def write_report(
         run_columns=RUN_COLUMNS,
     )
     write_text(path, page.strip() + "\n")
+
+
+def draw_axis(axes: Sequence[dict[str, Any]], id: str) -> dict[str, Any] | None:
+    """Return what an installed package shows of an axis that it sweeps; None without it."""
+    drawn = (part.draw_axis(axes, id) for part in load_entry_points("eval"))
+    return next((section for section in drawn if section is not None), None)
 
 
 def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "autoregressive": autoregressive_entries(summary),
         "serving": list_serving_rows(summary) if summary else [],
         "user_times": list_user_time_rows(summary) if summary else [],
-        "axis": section_axis([summary["axis"]], id) if "axis" in summary else None,
+        "axis": draw_axis([summary["axis"]], id) if "axis" in summary else None,
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [

@@ -56,8 +56,7 @@ from spectrain.eval.pipeline import (
 )
 from spectrain.eval.prompts import Prompt, read_prompts, take_turns
 from spectrain.eval.report import print_answer
-from spectrain.eval.selection import PromptedEvaluation
-from spectrain.eval.settings import DecodingSettings, StatisticsSettings, SystemSettings
+from spectrain.eval.selection import EngineEvaluation
 from spectrain.eval.summary import (
     predict_device,
     speedup_limits,
@@ -90,16 +89,14 @@ MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
 @dataclass
-class Evaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
+class Evaluation(EngineEvaluation):
     """Scores drafters as the settings say. A subclass adds settings and extensions."""
 
     # Settings and extensions of installed packages.
     parts: Sequence[EvalPart] = ()
 
     def __post_init__(self) -> None:
-        SystemSettings.__post_init__(self)
-        StatisticsSettings.__post_init__(self)
-        PromptedEvaluation.__post_init__(self)
+        super().__post_init__()
         if self.execute:
             check_execution([*collect_references(self.chosen).values()])
 

@@ -1,4 +1,4 @@
-"""The prompts that an evaluation scores."""
+"""The settings of an evaluation, and the prompts that it scores."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,9 +7,12 @@ from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.settings import (
     AnswerLimit,
+    DecodingSettings,
     OutputCheck,
     PromptSettings,
     ReportSettings,
+    StatisticsSettings,
+    SystemSettings,
 )
 from spectrain.models.target import Target
 
@@ -54,3 +57,13 @@ class PromptedEvaluation(OutputCheck, ReportSettings, AnswerLimit, PromptSetting
         self.skipped |= Counter(
             reason for prompt in self.chosen for reason in prompt.list_unrendered(target)
         )
+
+
+@dataclass
+class EngineEvaluation(StatisticsSettings, DecodingSettings, SystemSettings, PromptedEvaluation):
+    """The settings and the prompts of an evaluation with this engine."""
+
+    def __post_init__(self) -> None:
+        SystemSettings.__post_init__(self)
+        StatisticsSettings.__post_init__(self)
+        PromptedEvaluation.__post_init__(self)

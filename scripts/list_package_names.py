@@ -63,9 +63,19 @@ def list_settings(package: str) -> dict[str, list[str]]:
     formats = {name for row in rows for name in row.formats}
     formats -= {name for row in CORE_LAYOUTS for name in row.formats}
     keys = {key.name: key for part in parts for key in list_keys(part)}
+    others = [
+        key.name
+        for entry in list_entry_points("eval")
+        if not entry.value.startswith(module)
+        for key in list_keys(entry.value.replace(":", "."))
+    ]
     values = {
         f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices})
         for name in own.keys() & keys.keys()
+    }
+    # Of a setting that several packages declare, each has its own values.
+    values |= {
+        f"eval.{name}": sorted(keys[name].choices) for name in keys if name in {*others} - {*own}
     }
     commands = [
         name

@@ -68,6 +68,8 @@ MISSING = {
     "acceptance=kseq": ["eval", "drafter=ngram", "target=tiny", "acceptance=kseq"],
     "tree=sequoia": ["train", "recipe=eagle3", "tree=sequoia"],
     "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
+    "eval.sweep=batch": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=batch"],
+    "eval.batches": ["eval", "drafter=ngram", "target=tiny", "eval.batches=[1]"],
     "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
     "server=vllm": ["data", "regenerate", "target=tiny", "out=x", "server=vllm"],
     "source=server": ["train", "recipe=eagle3", "target=tiny", "source=server"],
@@ -78,7 +80,12 @@ MISSING = {
     "`spectrain serve`": ["serve", "run=runs/NAME"],
     "`spectrain bench engine`": ["bench", "engine", "server=llamacpp"],
     "`spectrain data audit`": ["data", "audit", "target=tiny"],
+    "`spectrain data inspect`": ["data", "inspect", "target=tiny"],
+    "`spectrain train --dry-run`": ["train", "recipe=eagle3", "target=tiny", "--dry-run"],
     "`spectrain compare`": ["compare", "target=tiny"],
+    "`spectrain doctor`": ["doctor"],
+    "`spectrain bench decode`": ["bench", "decode", "target=tiny"],
+    "`spectrain bench train`": ["bench", "train", "recipe=eagle3"],
     "`spectrain plan`": ["plan", "recipe=eagle3", "target=tiny"],
     "`spectrain eval` with a server": ["eval", "serve=true", "eval.limit=1"],
     "eval.serve_in": ["eval", "drafter=ngram", "target=tiny", "eval.serve_in=auto"],
@@ -97,7 +104,18 @@ SERVE = (
     "eval.serve_in",
     "eval.concurrency",
 )
-STUDIES = ("`spectrain data audit`", "`spectrain compare`", "`spectrain plan`")
+STUDIES = (
+    "`spectrain data audit`",
+    "`spectrain data inspect`",
+    "`spectrain train --dry-run`",
+    "`spectrain compare`",
+    "`spectrain doctor`",
+    "eval.sweep=batch",
+    "eval.batches",
+    "`spectrain bench decode`",
+    "`spectrain bench train`",
+    "`spectrain plan`",
+)
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ ROOMS = (
     ("decoding",),
     ("training",),
     ("export",),
-    ("runs", "regeneration", "bench"),
+    ("runs", "regeneration"),
     ("eval",),
     tuple(Path(package).name for package in PACKAGES),
     ("cli",),

@@ -28,15 +28,15 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from spectrain.bench.throughput import time_call
-from spectrain.models.block_weights import BlockWeight
 from spectrain.models.loading import load_hf
 from spectrain.models.published import locate_model
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.servers.commands import EngineLaunch
 from spectrain.trees.token_tree import TokenTree
+from spectrain_cpu.block_weights import BlockWeight
 from spectrain_serve.engines.llamacpp import find_program
+from spectrain_studies.machine.throughput import time_call
 
 from .command import run_benchmark
 from .llama_cpp import LlamaCppProcess

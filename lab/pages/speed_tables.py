@@ -5,10 +5,10 @@ from typing import Any
 
 from lab.benchmarks.report import GOALS_PATH, render_goals
 from lab.pages.render import format_interval, format_table, list_facts
-from spectrain.eval.axes.tables import axis_markdown
 from spectrain.servers.engines import ENGINES
 from spectrain_serve.times.row_times import CONTENT, SPEEDUPS, EngineTimes
 from spectrain_serve.times.table import format_requirement
+from spectrain_studies.axes.tables import axis_markdown
 
 AXES = {
     "batch": "Prompts at once, and simulated load",

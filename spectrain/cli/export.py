@@ -36,13 +36,13 @@ from spectrain.export.layouts import (
 from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.quantization import WeightQuantization
-from spectrain.export.schedules import find_schedules, write_schedules
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, refuse_nonempty
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
+from spectrain.servers.advice import list_engine_advice
 
 from .export_checks import check_export, require_keys
 
@@ -141,11 +141,10 @@ def export_command(
             refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
         name = push.name if push else str(folder)
-        write_schedules(
-            scratch,
-            make_launches(drafter, layout, files_of_target, name),
-            find_schedules(read_shown_scores(Path(str(run)))),
-        )
+        scores = read_shown_scores(Path(str(run)))
+        launches = make_launches(drafter, layout, files_of_target, name)
+        for advice in list_engine_advice():
+            advice.write_schedules(scratch, scores, launches)
         (scratch / "README.md").write_text(
             render_card(
                 drafter, layout, files_of_target, name, Path(str(run)), read_quantization(scratch)

@@ -23,6 +23,7 @@ from spectrain.config.commands import (
     read_command_run,
     set_settings_file,
 )
+from spectrain.config.installed import load_entry_points
 from spectrain.config.missing import explain_missing
 from spectrain.errors import (
     SIGNAL_STATUS,
@@ -324,7 +325,11 @@ def print_settings(config: Any) -> None:
 
 def dry_run_command(config: Any) -> None:
     spec, _ = read_command_run(config)
-    lazy_import("cli.dry_run.dry_run")(spec)
+    tasks = load_entry_points("dry_run")
+    if not tasks:
+        raise UserError(str(explain_missing("group.", "dry_run", f"`spectrain train {DRY_RUN}`")))
+    for dry_run in tasks:
+        dry_run(spec)
 
 
 def check_launch() -> None:
@@ -400,7 +405,6 @@ CORE_TASKS: Mapping[str, Task] = {
     "train": train_command,
     "eval": evaluate_command,
     "chat": chat_command,
-    "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
         "regeneration.command.regenerate_command",
@@ -413,8 +417,6 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
-    "bench decode": call_with_spec("bench.throughput.decode_table"),
-    "bench train": call_with_spec("bench.throughput.training_throughput"),
     "export": call_with_keys(
         "cli.export.run_export",
         "run",
@@ -443,7 +445,6 @@ CORE_TASKS: Mapping[str, Task] = {
     ),
     "recipes": lambda words: print(describe_recipes(words)),
     "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
-    "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }
 """What each command of help.yaml does, with its configuration or, where it has none, with its

@@ -113,7 +113,7 @@ def check_settings(group: str, choice: str, settings: Mapping[str, Any]) -> dict
         if name == "init" and group == "drafter":
             checked[name] = value
         else:
-            key = find_setting(group, name, allowed_keys)
+            key = find_setting(group, name, allowed_keys, value)
             checked[name] = check_value(f"{group}.{name}", value, key)
     for name, key in allowed_keys.items():
         if key.default is None and name not in checked:
@@ -126,12 +126,16 @@ def settings_by_name(target: str) -> dict[str, SettingKey]:
     return {key.name: key for key in list_keys(target)}
 
 
-def find_setting(group: str, name: str, allowed_keys: Mapping[str, SettingKey]) -> SettingKey:
-    """Return the setting with this name; raise a UserError where there is none."""
+def find_setting(
+    group: str, name: str, allowed_keys: Mapping[str, SettingKey], value: Any = None
+) -> SettingKey:
+    """Return the setting with this name; raise a UserError where there is none, which names the
+    package that has this value of it, if one has.
+    """
     if name in allowed_keys:
         return allowed_keys[name]
     full = f"{group}.{name}"
-    missing = explain_missing(f"{group}.", name, full)
+    missing = explain_missing(full, str(value)) or explain_missing(f"{group}.", name, full)
     if missing is not None:
         raise UserError(missing)
     owners = ", ".join(find_owners(group, name))
@@ -203,7 +207,7 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
         except (HydraException, ValueError, RecursionError):
             given = value
         if "${" not in value:
-            key = find_setting(group, name, settings_by_name(target))
+            key = find_setting(group, name, settings_by_name(target), given)
             check_value(f"{group}.{name}", given, key)
 
 

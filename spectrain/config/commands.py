@@ -59,18 +59,26 @@ class InstalledCommands:
 
 
 def add_installed_commands(commands: Mapping[str, Command]) -> dict[str, Command]:
-    """Return commands by name with those of installed packages, each after the one that it
-    names.
+    """Return commands by name with those of installed packages, each after the one that it names,
+    which may be another package's.
     """
-    result = dict(commands)
-    for installed in load_entry_points("commands"):
-        for name, entry in load_yaml(installed.help)["commands"].items():
-            command = Command(**entry)
-            names = [*result]
-            at = names.index(command.after) + 1 if command.after in result else len(names)
-            shown = [*result.items()]
-            result = dict([*shown[:at], (name, command), *shown[at:]])
-    return result
+    added = {
+        name: Command(**entry)
+        for installed in load_entry_points("commands")
+        for name, entry in load_yaml(installed.help)["commands"].items()
+    }
+    result: dict[str, Command] = {}
+
+    def place(name: str, command: Command) -> None:
+        result[name] = command
+        for other, follower in added.items():
+            if follower.after == name:
+                place(other, follower)
+
+    for name, command in commands.items():
+        place(name, command)
+    # Those behind a command that is not installed stand at the end.
+    return {**result, **{name: command for name, command in added.items() if name not in result}}
 
 
 def add_installed_tasks(tasks: Mapping[str, Task]) -> dict[str, Task]:

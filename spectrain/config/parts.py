@@ -3,7 +3,7 @@ installed packages add to it.
 
 A constructor takes parts if its class names their entry points as `part_group`, and then gets them
 as `parts`. A setting that both declare goes to both, and the part's declaration is the one that is
-checked.
+checked; one that several parts declare has the values of all of them.
 """
 
 from __future__ import annotations

@@ -91,10 +91,44 @@ def has_source(target: str) -> bool:
 @cache
 def _read_keys(target: str) -> list[SettingKey]:
     keys = {key.name: key for key in list_own_keys(target)}
+    of_parts = dict[str, SettingKey]()
     for path in _list_parts(target):
-        # A setting that a part declares too is the part's.
-        keys |= {key.name: key for key in _read_keys(path)}
-    return list(keys.values())
+        for key in _read_keys(path):
+            first = of_parts.get(key.name)
+            of_parts[key.name] = key if first is None else join_declarations(first, key)
+    # A setting that a part declares too is the part's.
+    return list((keys | of_parts).values())
+
+
+def join_declarations(first: SettingKey, second: SettingKey) -> SettingKey:
+    """Return a setting that two parts declare: the first one's, which also takes the values that
+    the second lists, with the sentences of both; the second's, where a type lists no values.
+    """
+    if not (_list_literals(first.hint) and _list_literals(second.hint)):
+        return second
+    values = tuple(dict.fromkeys([*_list_literals(first.hint), *_list_literals(second.hint)]))
+    literal: Any = typing.Literal
+    hint = literal[values]
+    written = f"Literal[{', '.join(map(repr, values))}]"
+    if type(None) in (*typing.get_args(first.hint), *typing.get_args(second.hint)):
+        hint = hint | None
+        written += " | None"
+    known = first.description.split(". ")
+    more = [text for text in second.description.split(". ") if text not in known]
+    return replace(
+        first,
+        type=written,
+        hint=hint,
+        choices=list_choices(hint),
+        description=" ".join([first.description, *([". ".join(more)] if more else [])]),
+    )
+
+
+def _list_literals(hint: Any) -> tuple[Any, ...]:
+    """Return the values of a type that lists its values, without None."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return tuple(value for part in typing.get_args(hint) for value in _list_literals(part))
 
 
 @cache

@@ -24,7 +24,7 @@ from spectrain.drafters.layers.small_models import (
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, split_rows
-from spectrain.models.block_weights import has_block_weights
+from spectrain.models.architectures.quantized import has_block_weights
 from spectrain.models.fast import cut_output
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.host_copies import select_rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -14,7 +15,7 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.decoding.acceptance.base import describe_construction, is_declared_lossless
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.errors import UserError, describe_error
-from spectrain.servers.advice import list_engine_advice
+from spectrain.servers.advice import Scores, list_engine_advice
 from spectrain.servers.commands import Engine, EngineLaunch
 from spectrain.servers.engines import ENGINES, simulate_acceptance
 
@@ -23,7 +24,6 @@ from .launches import engine_target, make_launches
 from .layout import DrafterCheckpoint, Layout
 from .layouts import FAMILY_TITLES
 from .native import PYTHON_TITLE
-from .schedules import Scores, describe_schedules, find_schedules, schedule_launches
 from .targets import BUNDLED_TARGETS, TargetFiles
 from .trained_length import describe_trained_length
 
@@ -81,10 +81,10 @@ def render_card(
         "",
     ]
     sections += gain_section([*launches], target, run, scores)
-    schedules = find_schedules(scores)
-    if schedules is not None:
-        commands = format_commands(schedule_launches(launches, schedules), target, layout)
-        sections += describe_schedules(schedules, commands)
+    for advice in list_engine_advice():
+        sections += advice.describe_schedules(
+            scores, launches, partial(format_commands, target=target, layout=layout)
+        )
     sections += simulation_section(launches, layout, target, scores)
     return "\n".join([*head, *intro, "", *sections])
 
@@ -132,9 +132,8 @@ def check_score(path: Path, summary: dict[str, Any]) -> None:
         rates = measured_rates(score)
         if rates is not None and not all(0 <= rate <= 1 for rate in rates[1]):
             raise ValueError("a rate of acceptance is no share")
-        schedules = find_schedules(score)
-        if schedules is not None:
-            describe_schedules(schedules, [])
+        for advice in list_engine_advice():
+            advice.describe_schedules(score, {}, lambda launches: [])
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: it has another form than a score ({describe_error(error)}); score the run "
@@ -353,7 +352,7 @@ def chain_rates(summary: Mapping[str, Any]) -> list[float]:
 
 
 def format_commands(
-    launches: dict[str, EngineLaunch], target: TargetFiles, layout: Layout
+    launches: Mapping[str, EngineLaunch], target: TargetFiles, layout: Layout
 ) -> list[str]:
     """Return the own command of every engine, as lines of a card; an engine is named with its
     versions where not all read the layout.

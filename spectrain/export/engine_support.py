@@ -122,8 +122,6 @@ CORE_SUPPORT = (
     EngineSupport("vllm", "mtp.MTP_TARGET"),
     EngineSupport("sglang", "mtp.MTP_TARGET"),
     EngineSupport("transformers", "mtp.MTP_TARGET"),
-    EngineSupport("sglang", "uno.UNO"),
-    EngineSupport("peft", "uno.UNO"),
 )
 
 

@@ -34,7 +34,6 @@ FAMILY_TITLES = {
     "medusa": "Medusa",
     "causal": "distilled draft model",
     "pard": "PARD",
-    "uno": "Uno",
     "early_exit": "LayerSkip",
     "dflash": "DFlash",
     "dspark": "DSpark",
@@ -68,7 +67,6 @@ CORE_LAYOUTS = (
     TableRow("medusa.TENSORRT_MEDUSA", ("tensorrt",), ("medusa",)),
     TableRow("mtp.MTP_TARGET", ("mtp",), ("mtp",)),
     TableRow("huggingface.HUGGINGFACE", ("vllm", "sglang", "hf"), ("causal", "pard", "early_exit")),
-    TableRow("uno.UNO", ("uno",), ("uno",)),
     TableRow("native.NATIVE", ("spectrain",), tuple(FAMILY_TITLES)),
 )
 LAYOUTS = insert_rows(
@@ -145,7 +143,7 @@ def detect_layout(files: DrafterFiles) -> Layout:
 
     if (adapter := describe_adapter(files.directory)) is not None:
         raise UserError(
-            f"{files.directory}: {adapter}; if it is an Uno drafter, say so by a file "
+            f"{files.directory}: {adapter}; if it is a drafter, say so by a file "
             f"spectrain.json that holds {{}}"
         )
     titles = ", ".join(load_layout(row).title for row in LAYOUTS)

@@ -282,7 +282,6 @@ SHAPE_READERS = {
     "eagle3": shape_of_eagle3,
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,
-    "uno": shape_of_adapter,
     **dict.fromkeys(FAMILIES, shape_of_block),
 }
 """Family -> the settings that a description may omit because weights or target determine them."""

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
+from spectrain.kernels.dispatch import run_on_cpu
 
 from .download import check_disk
 from .load_errors import explain_load_failure
@@ -256,7 +257,6 @@ def load_block_network(
         build_empty_network,
         has_block_kernel,
         is_read_here,
-        load_block_weights,
     )
 
     header = read_gguf_header(gguf)
@@ -267,12 +267,13 @@ def load_block_network(
             f"{group}.quantization=gguf: the weights of {gguf.name} are not the tensors of its "
             "file one by one; leave it out"
         )
-    if not any(map(has_block_kernel, header.tensors)):
+    if not any(map(has_block_kernel, header.tensors)) or not run_on_cpu(
+        "load_blocks", header, network, dtype, in_bytes, f"{group}.model", rounded
+    ):
         raise UserError(
             f"{group}.quantization=gguf: no installed package multiplies the blocks of "
             f"{gguf.name} on this processor; leave it out"
         )
-    load_block_weights(header, network, dtype, in_bytes, f"{group}.model", rounded)
     return network.eval()
 
 

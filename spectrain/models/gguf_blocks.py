@@ -7,66 +7,13 @@ files use are left to it. Shapes: N blocks, S bytes of a block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .gguf_header import StoredTensor
-
 Type = gguf.GGMLQuantizationType
-
-
-class MappedRows:
-    """Quantised rows [O, K] of a GGUF file that stay on the disk, in the form of a `BlockStore`:
-    what is looked up is read and dequantised.
-    """
-
-    def __init__(self, content: Tensor, width: int, tensor_type: Any) -> None:
-        self.content = content  # [O, bytes], memory-mapped
-        self.width = width
-        self.tensor_type = tensor_type
-
-    @staticmethod
-    def open(path: Path, tensor: StoredTensor) -> MappedRows:
-        """Map a tensor of a file."""
-        outputs, width = tensor.shape
-        shape = outputs, tensor.num_bytes // outputs
-        # Torch warns of memory that cannot be written to; what would be written stays in memory.
-        mapped = np.memmap(path, np.uint8, mode="c", offset=tensor.start, shape=shape)
-        return MappedRows(torch.from_numpy(mapped), width, tensor.tensor_type)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Output and input width."""
-        return len(self.content), self.width
-
-    def store_rows(self, first: int, content: Tensor) -> None:
-        """Raise RuntimeError, because the rows are those of the file."""
-        raise RuntimeError("rows of a mapped GGUF file cannot be written to")
-
-    def values(self, rows: Tensor) -> Tensor:
-        """Return the float32 values of some rows [n], [n, K]."""
-        return self._read(self.content[rows]) if len(rows) else torch.empty(0, self.width)
-
-    def all_values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values of all rows in a type, [O, K]."""
-        return torch.cat([self._read(part).to(dtype) for part in self.content.split(1024)])
-
-    def first_rows(self, count: int) -> MappedRows:
-        """Return the first rows, which stay in the file too."""
-        return MappedRows(self.content[:count], self.width, self.tensor_type)
-
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [.., K] times the rows plus the bias, [.., O], by a dense copy."""
-        return F.linear(x, self.all_values(x.dtype), bias)
-
-    def _read(self, content: Tensor) -> Tensor:
-        return dequantize(content.flatten(), self.tensor_type).view(len(content), self.width)
 
 
 def dequantize(content: Tensor, tensor_type: Any) -> Tensor:

@@ -34,8 +34,7 @@ from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.output.count_progress import CountProgress
 
-from .block_weights import BlockStore, BlockWeight
-from .gguf_blocks import MappedRows, dequantize
+from .gguf_blocks import dequantize
 from .gguf_header import GgufHeader, StoredTensor
 from .pretrained import ADVICE, describe_missing
 
@@ -202,116 +201,6 @@ def read_weights(
         for piece in run_ahead(read, parts):
             yield piece
             progress.advance(piece.values.nbytes)
-
-
-def load_block_weights(
-    header: GgufHeader,
-    network: Any,
-    dtype: torch.dtype,
-    in_bytes: bool,
-    key: str,
-    rounded: str | None = None,
-) -> None:
-    """Give an empty network the weights of a file: those that an installed package multiplies as
-    they are stay in their blocks, and the others have a type. With `in_bytes` the inputs of
-    products are rounded to 8 bits.
-
-    With `rounded`, the name of a type of the gguf package, weights that take more bits than this
-    type are rounded to it; the embedding is not.
-    """
-    rounded_type = None if rounded is None else gguf.GGMLQuantizationType[rounded]
-    stored = match_tensors(header, network, key)
-    processor = find_processor(header, network)
-    looked_up = find_embedding(network)
-    total = sum(tensor.num_bytes for tensor in stored.values())
-
-    with (
-        header.path.open("rb") as file,
-        CountProgress(f"reading {header.path.name}", total) as progress,
-    ):
-
-        def read(name: str) -> nn.Parameter | None:
-            tensor = stored[name]
-            if not has_block_kernel(tensor):
-                return None
-            if name == looked_up:
-                store: BlockStore = MappedRows.open(header.path, tensor)
-            else:
-                kind = choose_type(tensor, rounded_type)
-                store = read_blocks(file.fileno(), tensor, processor, in_bytes, kind)
-            return nn.Parameter(BlockWeight(store, dtype), requires_grad=False)
-
-        weights = {}
-        for name, weight in zip(stored, run_ahead(read, list(stored))):
-            if weight is not None:
-                weights[name] = weight
-            progress.advance(stored[name].num_bytes)
-    others = {name: tensor for name, tensor in stored.items() if name not in weights}
-    for name, tensor in others.items():
-        weights[name] = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=False)
-    fill_weights(weights, read_weights(header, network, others, dtype))
-    network.load_state_dict(weights, strict=False, assign=True)
-    network.tie_weights()
-
-
-def find_embedding(network: Any) -> str | None:
-    """Return the name of the embedding where it is looked up alone: no output layer shares it."""
-    weight = network.get_input_embeddings().weight
-    shared = network.get_output_embeddings()
-    if shared is not None and shared.weight is weight:
-        return None
-    return next(name for name, other in network.named_parameters() if other is weight)
-
-
-def choose_type(tensor: StoredTensor, rounded: Any | None) -> Any:
-    """Return the type of blocks in which a tensor [O, K] is kept: `rounded` where that takes fewer
-    bits than its own.
-    """
-    if rounded is None:
-        return tensor.tensor_type
-    width = tensor.shape[-1]
-    sizes = []
-    for kind in (rounded, tensor.tensor_type):
-        block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        sizes.append(block_bytes / block_values)
-    is_smaller = sizes[0] < sizes[1] and width % gguf.GGML_QUANT_SIZES[rounded][0] == 0
-    return rounded if is_smaller else tensor.tensor_type
-
-
-def read_blocks(
-    file: int, tensor: StoredTensor, processor: Any, in_bytes: bool, kind: Any
-) -> BlockStore:
-    """Return the blocks of a tensor in the order of the model, as an installed package multiplies
-    them, rounded to blocks of the type `kind` where the tensor has another one.
-    """
-    outputs, width = tensor.shape
-    store: BlockStore = run_on_cpu("allocate_blocks", outputs, width, kind, in_bytes)
-    row_bytes = tensor.num_bytes // outputs
-    is_moved = type(processor) is not TensorProcessor
-    # What is moved is moved within a tensor.
-    step = outputs if is_moved else max(1, PIECE_VALUES // width // 16) * 16
-    for first in range(0, outputs, step):
-        size = min(step, outputs - first) * row_bytes
-        content = bytearray(os.pread(file, size, tensor.start + first * row_bytes))
-        rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, row_bytes)
-        moved = move_rows(rows, tensor, processor) if is_moved else rows
-        if kind != tensor.tensor_type:
-            moved = round_rows(moved, tensor.tensor_type, kind)
-        store.store_rows(first, moved)
-    return store
-
-
-def round_rows(rows: Tensor, stored: Any, kind: Any) -> Tensor:
-    """Return rows of a type, bytes [n, size], in the blocks of another one."""
-    values = dequantize(rows.flatten(), stored).view(len(rows), -1)
-    return torch.from_numpy(gguf.quantize(values.numpy(), kind))
-
-
-def move_rows(rows: Tensor, tensor: StoredTensor, processor: Any) -> Tensor:
-    """Return rows in the order of the model: what a processor does to a matrix is to move rows."""
-    numbers = torch.arange(len(rows), dtype=torch.float64)[:, None].numpy()
-    moved = processor.process(weights=numbers, name=tensor.name).weights
-    return rows[torch.from_numpy(moved).flatten().long()]
 
 
 def has_block_kernel(tensor: StoredTensor) -> bool:

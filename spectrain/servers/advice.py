@@ -1,15 +1,23 @@
-"""What drafting can gain in engines whose forwards were measured on this machine. An installed
-package says it; its entry point is in `spectrain.engine_advice`.
+"""What drafting can gain in engines whose forwards were measured on this machine, and how many
+tokens to draft there. An installed package says it; its entry point is in
+`spectrain.engine_advice`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from spectrain.config.installed import load_entry_points
 from spectrain.config.spec import RunSpec
+
+from .commands import EngineLaunch
+
+Scores = Mapping[str, dict[str, Any]]
+"""The summaries of a run's evaluations by name."""
+Launches = Mapping[str, EngineLaunch]
 
 
 class EngineAdvice(ABC):
@@ -35,6 +43,21 @@ class EngineAdvice(ABC):
     def recommend_drafters(self, runs: Sequence[Any]) -> list[dict[str, str]]:
         """Return a recommendation for each measurement of the target of scored runs
         that `spectrain compare` reads; [] if there are none.
+        """
+
+    @abstractmethod
+    def describe_schedules(
+        self, scores: Scores, launches: Launches, format_commands: Callable[[Launches], list[str]]
+    ) -> list[str]:
+        """Return the section of a model card on how many tokens to draft under which load, with the
+        commands of the engines that read such a schedule; [] where the scores or engines say
+        nothing.
+        """
+
+    @abstractmethod
+    def write_schedules(self, folder: Path, scores: Scores, launches: Launches) -> list[str]:
+        """Write the files of such a schedule that engines read into an export; return their
+        names.
         """
 
 

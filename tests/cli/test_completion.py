@@ -130,9 +130,9 @@ def test_values_are_those_that_a_type_lists() -> None:
         "trainer.packing=false",
         "trainer.packing=true",
     ]
-    assert complete("eval", "eval.sweep=") == complete("train", "eval.sweep=")
-    offered = complete("train", "eval.sweep=")
-    assert {f"eval.sweep={sweep}" for sweep in ("batch", "context", "temperature")} <= {
+    assert complete("eval", "eval.serve_in=") == complete("train", "eval.serve_in=")
+    offered = complete("train", "eval.serve_in=")
+    assert {f"eval.serve_in={engine}" for engine in ("auto", "openvino", "vllm")} <= {
         *offered
     } and offered == sorted(offered)
     assert complete("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
@@ -142,11 +142,11 @@ def test_values_are_those_that_a_type_lists() -> None:
 
 def test_words_of_other_commands(folder: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files are offered."""
-    inside = [name for name in complete("data", "") if name != "audit"]
-    assert inside == ["index", "inspect", "regenerate", "store", "verify"]
+    inside = [name for name in complete("data", "") if name not in ("audit", "inspect")]
+    assert inside == ["index", "regenerate", "store", "verify"]
     assert complete("completion", "") == sorted(SHELL_SCRIPTS)
     assert complete("recipes", "ea") == ["eagle1", "eagle3"]
-    assert complete("doctor", "--") == ["--help", "--json"]
+    assert complete("runs", "--") == ["--help", "--json"]
     assert complete("convert", "runs/eagle3-tiny", "out", "--to", "v") == ["vllm"]
     assert complete("convert", "--t") == ["--target", "--to"] and complete(
         "lint", "target="

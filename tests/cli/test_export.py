@@ -2,12 +2,11 @@
 the upload.
 """
 
-import copy
 import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.cli.export import export_command
@@ -25,14 +23,10 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.layouts import select_layout
-from spectrain.export.linter import lint
-from spectrain.export.targets import TargetFiles
-from spectrain.models.cache_arguments import cache_argument, read_cache
-from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.defaults import load_saved_settings
-from spectrain.runs.drafters import load_weights, save_drafter
+from spectrain.runs.drafters import save_drafter
 from tests.export.test_converter import ours, settings_for
 from tests.installed import load_cases
 
@@ -164,7 +158,6 @@ SERVED = {
     "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM up to 0.32", "spectrain"},
     "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
-    "uno uno": {"SGLang", "spectrain"},
     "pard hf": {"vLLM", "spectrain"},
     "dflash vllm": {"vLLM", "spectrain"},
     "dflash sglang": {"SGLang", "vLLM", "spectrain"},
@@ -187,8 +180,7 @@ def test_card_has_a_command_for_every_engine_that_serves_it(
     options: dict[str, Any] = (
         {"vocab_size": 2048} if family in ("eagle3", "medusa") else {"num_layers": 2}
     )
-    if form in ("peft", "uno"):
-        options = UNO if form == "uno" else {}
+    options = CASES.get("OPTIONS", {}).get(case, options)
     card = (
         export_run(make_run(tmp_path / "run", tiny, family, **options), form, tmp_path / "out")
         / "README.md"
@@ -431,93 +423,6 @@ def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
         target.layers[0].mlp.down_proj.weight,  # type: ignore[union-attr]
     )
     assert f"vllm serve {out / 'target'}" in (out / "README.md").read_text()
-
-
-UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0}
-
-
-def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> None:
-    """Behind the base model's cache, peft's adapter, and what peft merges of it, give our logits at
-    random tokens; the folder holds peft's two files and no tensor more, and the command is
-    SGLang's."""
-    from peft import PeftModel
-
-    run = make_run(tmp_path / "run", tiny, "uno", **UNO)
-    out = export_run(run, "uno", tmp_path / "out")
-    assert {path.name for path in out.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "spectrain.json",
-        "README.md",
-    }
-    card = (out / "README.md").read_text()
-    assert (
-        f"--speculative-algorithm UNO --uno-lora-path {out} --speculative-num-draft-tokens 4"
-        in card
-    )
-    drafter = GroupSpec("drafter", "uno", UNO).build(target=tiny)
-    load_weights(drafter, run / "drafter")
-    text = torch.randint(3, 2000, (1, 9))
-    noise = torch.randint(0, 2048, (1, 3))
-    numbers = torch.tensor([[-1] * 9 + [0, 1, 2]])
-    with torch.no_grad(), drafter.insert_masks(tiny, numbers):
-        ours = tiny.run(torch.cat([text, noise], dim=1), ForwardPlan(logits=True)).logits
-    assert ours is not None
-    with torch.no_grad():
-        model: Any = PeftModel.from_pretrained(plain_tiny(tiny), out).eval()
-        with model.disable_adapter():
-            cached = model(text, use_cache=True)
-        cache_copy = copy.deepcopy(read_cache(cached))
-        name = cache_argument(plain_tiny(tiny))
-        adapted = model(noise, **{name: read_cache(cached)}).logits
-        merged = model.merge_and_unload()(noise, **{name: cache_copy}).logits
-    torch.testing.assert_close(cached.logits, ours[:, :9], rtol=1e-4, atol=1e-3)
-    for logits in (adapted, merged):
-        torch.testing.assert_close(logits, ours[:, 9:], rtol=1e-4, atol=1e-3)
-    plain = plain_tiny(tiny)(torch.cat([text, noise], dim=1)).logits
-    assert (plain[:, 9:] - ours[:, 9:]).abs().max() > 0.01
-
-
-def plain_tiny(tiny: Target) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
-
-
-def drop_tensors(tensors: dict[str, Tensor], part: str) -> None:
-    for name in [name for name in tensors if part in name]:
-        del tensors[name]
-
-
-UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], str]] = {
-    "a tensor more": (lambda config, tensors: tensors.update(masks=torch.zeros(3, 128)),
-        "unknown-tensor"),
-    "a factor less": (lambda config,
-        tensors: drop_tensors(tensors, ".layers.2.mlp.up_proj.lora_A."), "missing-tensor"),
-    "a layer less": (lambda config, tensors: drop_tensors(tensors, ".layers.7."), "adapter-layers"),
-    "another rank": (lambda config, tensors: config.update(r=5), "wrong-shape"),
-    "weights of its own": (lambda config, tensors: config.update(modules_to_save=["lm_head"]),
-        "adapter-setting"),
-    "another scale": (lambda config, tensors: config.update(use_rslora=True), "adapter-setting"),
-    "another module": (lambda config, tensors: config["target_modules"].append("lm_head"),
-        "adapter-module"),
-}  # fmt: skip
-
-
-@pytest.mark.sweep(2, free=("fault",))
-@pytest.mark.parametrize("fault", UNO_FAULTS)
-def test_lint_names_what_sglang_would_misread_of_uno(
-    fault: str, tiny: Target, tmp_path: Path
-) -> None:
-    """A sound adapter has no finding; each fault has its own."""
-    out = export_run(make_run(tmp_path / "run", tiny, "uno", **UNO), "uno", tmp_path / "out")
-    target = TargetFiles("tiny")
-    assert not [finding for finding in lint(out, target) if finding.level == "error"]
-    config = json.loads((out / "adapter_config.json").read_text())
-    tensors = load_file(out / "adapter_model.safetensors")
-    change, name = UNO_FAULTS[fault]
-    change(config, tensors)
-    (out / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, out / "adapter_model.safetensors")
-    assert name in {finding.name for finding in lint(out, target) if finding.level == "error"}
 
 
 class HubStandIn(BaseHTTPRequestHandler):

@@ -176,7 +176,7 @@ def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
     assert "target.model=???" in help.explain_command("train", ["target=hf"], "all")
 
 
-@pytest.mark.parametrize("name", ["train", "data store", "bench train"])
+@pytest.mark.parametrize("name", ["train", "data store"])
 def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None:
     """Nobody trains with the constructor's rate where every recipe has another; of a drafter
     alone its own are shown.
@@ -218,7 +218,7 @@ def test_recipes_are_listed_and_described(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "doctor"], ["--version"]],
+    [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "runs"], ["--version"]],
 )
 def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Wherever it is asked for, it is shown with status 0."""

@@ -65,7 +65,7 @@ def regenerate_words(*changes: str) -> tuple[str, ...]:
 
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no command": (("trian", "recipe=eagle3"), ("trian", "train")),
-    "no data command": (("data", "inspekt"), ("data inspekt", "data inspect")),
+    "no data command": (("data", "verfy"), ("data verfy", "data verify")),
     "no recipe": (("train", "target=tiny", "run=out"), ("recipe=eagle3",)),
     "unknown recipe": (train_words("recipe=eagel3"), ("recipe=eagel3", "eagle3")),
     "unknown target": (train_words("target=tiney"), ("target=tiney", "tiny")),
@@ -211,7 +211,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
     "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
     "flag misspelt": (("train", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
-    "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
+    "flag of runs misspelt": (("runs", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
     "no folder of configurations": (
         (*TRAIN, "--config-dir", "none"),
@@ -227,7 +227,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         train_words("drafter.init=taken"),
         ("drafter.init=taken", "drafter"),
     ),
-    "data command left out": (("data",), ("data inspect", "data store")),
+    "data command left out": (("data",), ("data index", "data store")),
     "unknown shell": (("completion", "bsh"), ("bsh", "bash")),
     "no shell": (("completion",), ("completion bash",)),
     "recipe that is none": (("recipes", "eagle"), ("eagle", "eagle3")),
@@ -235,7 +235,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train", "-m", "recipe=eagle3,eagl"),
         ("recipe=eagl", "eagle3"),
     ),
-    "benchmark that moved": (("bench", "kernels"), ("bench kernels", "bench train")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
     "convert without a drafter": (
@@ -365,8 +364,7 @@ def test_usage_lists_the_commands(
     assert stopped.value.code == status
     shown = capsys.readouterr().out
     assert all(
-        f"spectrain {name}" in shown
-        for name in ("train", "eval", "data inspect", "bench", "doctor")
+        f"spectrain {name}" in shown for name in ("train", "eval", "data store", "recipes", "runs")
     )
 
 
@@ -401,8 +399,6 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
             "lint --config-dir mine a --target o/n",
             ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"],
         ),
-        ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
-        ("bench decode recipe=a", ["recipe=a"]),
         ("data store recipe=a", ["source=store", "recipe=a"]),
         ("eval a", ["a"]),
     ],

@@ -16,7 +16,7 @@ def list_commands(text: str) -> list[str]:
     return [line.partition("#")[0].strip() for line in lines]
 
 
-@pytest.mark.parametrize("family", ["eagle3", "medusa", "uno", "ngram"])
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "dflash", "ngram"])
 def test_a_training_ends_with_the_next_commands(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

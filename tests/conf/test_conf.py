@@ -261,12 +261,6 @@ def test_no_recipe_limits_own_data() -> None:
         assert limit is None or str(limit).startswith("${embedded:"), recipe
 
 
-def test_inspect_composes() -> None:
-    """The configuration of `data inspect` passes its check."""
-    checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
-    assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
-
-
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
     config = compose_settings(

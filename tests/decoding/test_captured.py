@@ -33,7 +33,6 @@ from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.models.accelerator import Accelerator, accelerator
@@ -59,7 +58,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "eagle1": lambda target: Eagle1(target),
     "causal": lambda target: Causal(target, num_layers=2),
     "early_exit": lambda target: EarlyExit(target, exit_layer=2),
-    "uno": lambda target: Uno(target, UnoConfig(num_masks=3)),
     "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
     "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),

@@ -529,7 +529,6 @@ def test_baselines_of_transformers_are_shown(shallow: Target, tmp_path: Path) ->
         ({"engine": "fast"}, "eval.engine=fast"),
         ({"drafter_dtype": "int8"}, "eval.drafter_dtype=int8"),
         ({"serve_in": "tensorrt"}, "eval.serve_in=tensorrt"),
-        ({"batches": (8, 0)}, "eval.batches"),
         *CASES.get("test_bad_settings_are_refused", ()),
         ({"categories": ["nonsense"]}, "nonsense"),
     ],

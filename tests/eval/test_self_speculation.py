@@ -5,7 +5,6 @@ in, refused and printed.
 import json
 import shutil
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,11 @@ from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.acceptance.rejection import Block, SpeculativeSampling
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import drafting_cost
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
-from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
-from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
-from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate
@@ -347,47 +341,3 @@ def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
     assert [generation.output for generation in batch] != [
         generation.output for generation in decode(tiny, texts, Greedy(), LIMIT)
     ]
-
-
-# What drafting reads at least
-
-
-@pytest.mark.parametrize("strategy, forwards", [("apart", 2), ("quadratic", 1), ("linear", 1)])
-def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
-    """As many as really ran, one for the prompt and these a round; where drafting is one the
-    report says what each gives.
-    """
-    drafter = Uno(tiny, UnoConfig(num_masks=3, rank=0, strategy=strategy)).eval()
-    text = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}])
-    ran = []
-    handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
-    (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))
-    handle.remove()
-    assert (
-        len(ran)
-        == 1 + forwards * len(drafted.round_lengths)
-        == 1 + (1 + drafting_cost(drafter).num_target_forwards()) * len(drafted.round_lengths)
-    )
-    (plain,) = decode(tiny, [text], Greedy(), LIMIT)
-    turns = [Turn("id", 0, "any", plain, drafted)]
-    numbers = SystemNumbers(**measure_system(turns, True)).to_json()
-    summary = {
-        **numbers,
-        "bounds": summaries.speedup_limits(tiny, drafter, turns, []),
-        "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"},
-    }
-    assert summary["bounds"].get("forwards_per_round", 1) == forwards
-    sentences = [
-        line
-        for line in islice(explain_numbers(summary), 3)
-        if line.startswith("A round takes 2 forwards of the target")
-    ]
-    acceptance_length = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
-    assert sentences == (
-        [
-            f"A round takes 2 forwards of the target, so each gives {acceptance_length / 2:.2f} "
-            "tokens."
-        ]
-        if forwards == 2
-        else []
-    )

@@ -81,7 +81,6 @@ LILICORR = {
     "factor_width": 12,
 }
 DFLASH2 = {**DFLASH, "selector_rank": 8}
-UNO = {"num_masks": 3, "rank": 4}
 LATENT = {
     "latent_attention": True,
     "kv_lora_rank": 16,
@@ -147,7 +146,6 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
     "pard": (lambda path, tiny: ours(path, tiny, "pard", num_layers=2), ("hf", "spectrain")),
     
-    "uno": (lambda path, tiny: ours(path, tiny, "uno", **UNO), ("uno", "spectrain")),
     
     "SpecForge": (foreign.write_specforge, ("vllm", "sglang", "spectrain")),
     "ModelOpt": (lambda path, tiny: foreign.write_specforge(path, tiny, prefix="layers.0."),

@@ -8,6 +8,7 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.export.card import read_shown_scores
+from tests.installed import load_cases
 
 RATIO = {"pooled": 2.0, "ci95": [1.9, 2.1]}
 SCORE: dict[str, Any] = {
@@ -31,7 +32,7 @@ DAMAGES: list[dict[str, Any]] = [
     {"acceptance_by_depth": ["x"]},
     {"acceptance_by_depth": [-1, 5]},
     {"compared": {"auto": [None]}},
-    {"axis": {"load": {"schedule": {"ranges": 5}}}},
+    *load_cases(__name__).get("DAMAGES", ()),
 ]
 
 

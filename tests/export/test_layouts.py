@@ -36,7 +36,7 @@ from spectrain.servers.engines import ENGINES
 from tests.installed import load_cases
 
 from . import test_mtp
-from .test_converter import DFLASH, DFLASH2, DSPARK, LATENT, LILICORR, UNO, ours
+from .test_converter import DFLASH, DFLASH2, DSPARK, LATENT, LILICORR, ours
 
 TINY = TargetFiles("tiny")
 # Their config.json names the class by which an engine finds its own; those of the speculators
@@ -122,7 +122,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": DSPARK,
     "causal": {"num_layers": 1},
     "lilicorr": LILICORR,
-    "uno.UNO": UNO,
     "latent_eagle3.LATENT_EAGLE3": {"vocab_size": 256, "architecture": LATENT},
     **load_cases(__name__).get("SMALL", {}),
 }

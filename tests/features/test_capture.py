@@ -209,7 +209,7 @@ def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
     with pytest.raises(UserError, match="reads no features"):
         capture_features(
             composed(
-                "recipe=uno",
+                "recipe=layerskip",
                 "target=tiny",
                 "data.limit=2",
                 "source=store",

@@ -860,7 +860,7 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     with pytest.raises(UserError, match="reads no features"):
         prepare_source(
             StoredSource(path),
-            build({"_target_": "spectrain.drafters.uno.Uno"}, target=load_tiny()),
+            build({"_target_": "spectrain.drafters.early_exit.EarlyExit"}, target=load_tiny()),
             tiny,
             rows,
         )

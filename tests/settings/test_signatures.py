@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hydra.utils import get_object
@@ -20,7 +20,14 @@ from spectrain.config.check import check_node, check_overrides, describe_type
 from spectrain.config.choices import _read_constructors, conf_folders, load_schema
 from spectrain.config.installed import load_entry_points
 from spectrain.config.parts import find_config_type
-from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys, list_own_keys
+from spectrain.config.signatures import (
+    PACKAGE_ROOT,
+    SettingKey,
+    join_declarations,
+    list_choices,
+    list_keys,
+    list_own_keys,
+)
 from spectrain.errors import UserError
 
 CONSTRUCTORS = sorted(
@@ -84,12 +91,34 @@ def test_settings_are_those_that_python_finds(target: str) -> None:
 
 def test_parts_of_packages_join_the_settings() -> None:
     """A choice that takes parts has its own settings first, then those of each part, whose
-    declarations count.
+    declarations count; one that several parts declare has the values of all of them.
     """
     target = "spectrain.eval.default.DefaultEvaluation"
     parts = [f"{part.__module__}.{part.__qualname__}" for part in load_entry_points("eval")]
-    declared = {key.name: key for path in (target, *parts) for key in list_own_keys(path)}
-    assert list_keys(target) == list(declared.values())
+    declared = [key for path in (target, *parts) for key in list_own_keys(path)]
+    keys = {key.name: key for key in list_keys(target)}
+    assert [*keys] == [*dict.fromkeys(key.name for key in declared)]
+    for key in declared:
+        assert {*key.choices} <= {*keys[key.name].choices}
+        if sum(other.name == key.name for other in declared) == 1:
+            assert keys[key.name] == key
+
+
+def test_two_declarations_are_joined() -> None:
+    """The values of both in their order, null if either allows it, and each sentence once."""
+    first, second = (
+        SettingKey("over", "", "null", hint=hint, description=text)
+        for hint, text in (
+            (Literal["a", "b"] | None, "What to vary. With a, this is one."),
+            (Literal["b", "c"], "What to vary. With c, this is another."),
+        )
+    )
+    joined = join_declarations(first, second)
+    assert joined.hint == (Literal["a", "b", "c"] | None) and joined.choices == ("a", "b", "c")
+    assert joined.type == "Literal['a', 'b', 'c'] | None"
+    assert joined.description == "What to vary. With a, this is one. With c, this is another."
+    number = SettingKey("over", "int", "1", hint=int)
+    assert join_declarations(first, number) == number
 
 
 WRONG = {

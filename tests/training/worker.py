@@ -72,7 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kangaroo": ("spectrain_research.kangaroo.drafter.Kangaroo", {}),
     "gated_lora": ("spectrain_research.gated_lora.drafter.GatedLora", {"num_masks": 2, "rank": 4}),
     "uno": (
-        "spectrain.drafters.uno.Uno",
+        "spectrain_research.uno.drafter.Uno",
         {"num_masks": 2, "rank": 4, "strategy": "quadratic", "tiles": [2]},
     ),
     "streams": (

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spectrain.models.block_weights import BlockWeight
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.residual_stream import only_reads_input
+from spectrain_cpu.block_weights import BlockWeight
 
 from .available import has_cpu_kernels
 from .blockers import AttentionFunction

@@ -17,7 +17,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from spectrain.models.block_weights import BlockWeight
+from spectrain_cpu.block_weights import BlockWeight
 
 from .attention import attend_text, attention_size, rotate_append
 from .available import working_memory

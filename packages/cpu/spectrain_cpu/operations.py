@@ -14,12 +14,12 @@ from typing import Any
 from .available import are_kernels_loaded
 
 AT_ONCE = {
-    "allocate_blocks": "packed_product:allocate_blocks",
     "attend_cached": "attention:attend_if_served",
     "attend_token": "attention:attend_token_if_served",
     "block_bytes": "packed_product:count_block_bytes",
     "causal_attention": "causal:find_text_kernels",
     "choose_by_noise": "sampling:choose_if_served",
+    "load_blocks": "block_loading:load_block_weights",
     "join_blocks": "packed_product:join_blocks",
     "loss": "losses:find_loss_kernels",
     "pack_panels": "packed_product:pack_panels",

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels.onednn import linear_pointwise
-from spectrain.models.block_weights import BlockWeight
 from spectrain.models.fast import is_large_weight
 from spectrain.models.fast.batch_invariance import CONSISTENT_ROWS, is_batch_invariant
 from spectrain.models.fast.packed_linears import PackedWeights
+from spectrain_cpu.block_weights import BlockWeight
 
 from .available import has_block_kernels, has_panel_kernels
 

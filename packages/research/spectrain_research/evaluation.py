@@ -42,12 +42,9 @@ class IdeaSweeps:
 
     part: ClassVar[str] = "axes"
 
-    # What to vary for one drafter: tree builders, chain lengths, exits or prunings, the number of
-    # prompts at once (batch), the length of prompts (context), both of these in one table (grid),
-    # or the temperature; null varies nothing.
-    sweep: (
-        Literal["tree", "length", "exit", "prune", "batch", "context", "grid", "temperature"] | None
-    ) = None
+    # What to vary for one drafter; null varies nothing. With tree, length, exit and prune, this is
+    # the tree builder, the length of chains, the exit, and how trees are pruned.
+    sweep: Literal["tree", "length", "exit", "prune"] | None = None
     # Tree builders of eval.sweep=tree; null takes all of them.
     trees: tuple[str, ...] | None = None
     # Tree sizes of eval.sweep=tree, in nodes with the root included.
@@ -257,6 +254,11 @@ class ResearchPart(
     @property
     def uses_clock(self) -> bool:
         return self.guard
+
+    @property
+    def leaves_out_baselines(self) -> bool:
+        # A sweep compares systems.
+        return self.sweep is not None
 
     @property
     def varies_trees(self) -> bool:

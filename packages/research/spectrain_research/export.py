@@ -56,8 +56,12 @@ EXPORT = LayoutPackage(
             before="mtp.MTP_TARGET",
         ),
         TableRow(
-            f"{RESEARCH}.gated_lora.layout.PEFT", ("peft",), ("gated_lora",), before="uno.UNO"
+            f"{RESEARCH}.gated_lora.layout.PEFT",
+            ("peft",),
+            ("gated_lora",),
+            before="native.NATIVE",
         ),
+        TableRow(f"{RESEARCH}.uno.layout.UNO", ("uno",), ("uno",), before="native.NATIVE"),
     ),
     # Only its loss differs from EAGLE-3's.
     families={
@@ -91,6 +95,8 @@ EXPORT = LayoutPackage(
             note="drafter.cell=linear",
         ),
         EngineSupport("peft", f"{RESEARCH}.gated_lora.layout.PEFT"),
+        EngineSupport("sglang", f"{RESEARCH}.uno.layout.UNO"),
+        EngineSupport("peft", f"{RESEARCH}.uno.layout.UNO"),
     ),
     programs={
         "specforge": "SpecForge",
@@ -101,6 +107,7 @@ EXPORT = LayoutPackage(
         "hydra": "hydra",
         "kangaroo": "kangaroo",
         "gated_lora": "gated LoRA",
+        "uno": "Uno",
         "amphista": "Amphista",
         "ctc": "CTC drafting",
         "gumiho": "Gumiho",
@@ -130,6 +137,7 @@ EXPORT = LayoutPackage(
         "domino": f"{RESEARCH}.domino.layout.read_shape",
         "xpress": f"{RESEARCH}.xpress.layout.read_shape",
         "gated_lora": "spectrain.export.native.shape_of_adapter",
+        "uno": "spectrain.export.native.shape_of_adapter",
         "expected_length": "spectrain.export.native.shape_of_eagle3",
     },
     foreign_parts={

@@ -36,6 +36,8 @@ SAVED = SavedSettings(
             "spectrain.eval.default.DefaultEvaluation"
         ),
         "spectrain.experimental.": "spectrain_research.",
+        # It was a family of the core.
+        "spectrain.drafters.uno.Uno": "spectrain_research.uno.drafter.Uno",
     },
     update=split_mask_drafters,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from spectrain.config.spec import RunSpec
-from spectrain.servers.advice import EngineAdvice
+from spectrain.servers.advice import EngineAdvice, Launches, Scores
 
 
 class MeasuredAdvice(EngineAdvice):
@@ -28,3 +29,20 @@ class MeasuredAdvice(EngineAdvice):
         from .times.recommendations import advise_engines
 
         return advise_engines(runs)
+
+    def describe_schedules(
+        self, scores: Scores, launches: Launches, format_commands: Callable[[Launches], list[str]]
+    ) -> list[str]:
+        from .times.engine_schedules import describe_schedules, find_schedules, schedule_launches
+
+        schedules = find_schedules(scores)
+        if schedules is None:
+            return []
+        return describe_schedules(
+            schedules, format_commands(schedule_launches(launches, schedules))
+        )
+
+    def write_schedules(self, folder: Path, scores: Scores, launches: Launches) -> list[str]:
+        from .times.engine_schedules import write_schedules
+
+        return write_schedules(folder, scores, launches)

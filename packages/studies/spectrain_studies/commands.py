@@ -4,6 +4,7 @@ imported when it is called.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +56,48 @@ def audit(config: Any) -> None:
     audit_command(settings["target"], settings["data"], settings["json"], texts)
 
 
-def print_plan(spec: RunSpec) -> None:
-    """Print the plan of a training on this machine. Hours need timed steps, which are the
-    command's.
-    """
-    from .planning.plan import Plan
+def inspect(config: Any) -> None:
+    settings = read_command(config, ("target", "data", "index"))
+    from .inspection.inspect import inspect_command
 
-    Plan(calibrate=False).run(spec)
+    inspect_command(**settings)
+
+
+def dry_run(spec: RunSpec) -> None:
+    from .inspection.dry_run import dry_run
+
+    dry_run(spec)
+
+
+def bench_decode(config: Any) -> None:
+    spec, _ = read_command_run(config)
+    from .machine.throughput import decode_table
+
+    decode_table(spec)
+
+
+def bench_train(config: Any) -> None:
+    spec, _ = read_command_run(config)
+    from .machine.throughput import training_throughput
+
+    training_throughput(spec)
+
+
+def doctor(words: list[str]) -> None:
+    from .machine.doctor import run_doctor
+
+    sys.exit(run_doctor(words))
 
 
 COMMANDS = InstalledCommands(
-    Path(__file__).with_name("help.yaml"), {"plan": plan, "compare": compare, "data audit": audit}
+    Path(__file__).with_name("help.yaml"),
+    {
+        "plan": plan,
+        "compare": compare,
+        "data inspect": inspect,
+        "data audit": audit,
+        "bench decode": bench_decode,
+        "bench train": bench_train,
+        "doctor": doctor,
+    },
 )

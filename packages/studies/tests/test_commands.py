@@ -8,9 +8,11 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
-from spectrain.cli.help import COMMANDS
+from spectrain.cli.completion import complete_word
+from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
+from spectrain.data.readers import ConversationReader
 from spectrain.models.bundled import load_tiny_tokenizer
 from tests.cli.test_gguf import run
 from tests.conf.test_conf import compose_settings
@@ -24,6 +26,51 @@ def test_commands_stand_behind_the_training() -> None:
     assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
     words = to_settings("compare", ["a", "b", "recipes=c,d"])
     assert words == ["recipes=[c,d]", 'runs=["a","b"]']
+
+
+@pytest.mark.parametrize(
+    "command, words, expected",
+    [
+        ("bench decode", "target=tiny", ["drafter=ngram", "target=tiny"]),
+        ("bench decode", "recipe=a", ["recipe=a"]),
+    ],
+)
+def test_words_that_stand_for_settings(command: str, words: str, expected: list[str]) -> None:
+    """A setting is implied unless a word replaces it."""
+    assert to_settings(command, words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        (["doctor", "--jsn"], ["--jsn", "--json"]),
+        (["bench", "kernels"], ["bench kernels", "bench train"]),
+        (["data", "inspekt"], ["data inspekt", "data inspect"]),
+        (["bench"], ["bench decode", "bench train"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.run_command(words)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spectrain: ") and len(error.splitlines()) == 1
+    assert all(part in error for part in parts)
+
+
+def test_values_of_help_are_those_of_the_example() -> None:
+    """Of a training that is timed as of one that is run."""
+    shown = " ".join(explain_command("bench train", [], "all").split())
+    assert "Values are those of recipe=eagle3;" in shown and "drafter.ttt_steps=3" in shown
+    assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
+
+
+def test_inspect_composes() -> None:
+    """The configuration of `data inspect` passes its check."""
+    checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
+    assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
 def test_the_audit_composes() -> None:

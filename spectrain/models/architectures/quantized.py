@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.block_weights import has_block_weights
 
 Quantization = Literal["8bit", "4bit", "int8", "gguf", "gguf_int8"]
 """The quantization of loaded weights: bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), torchao as
@@ -177,10 +176,20 @@ def has_dense_weight(linear: nn.Linear) -> bool:
     read.
     """
     weight = linear.weight
-    is_dense = type(weight) in (nn.Parameter, Tensor) or getattr(
-        type(weight), "stands_for_plain", False
-    )
+    is_dense = type(weight) in (nn.Parameter, Tensor) or is_in_blocks(weight)
     return is_dense and weight.is_floating_point()
+
+
+def is_in_blocks(weight: Tensor) -> bool:
+    """Return whether an installed package keeps a weight in the blocks of a GGUF file: a tensor
+    that any product can read, and that has `first_rows`.
+    """
+    return bool(getattr(type(weight), "stays_in_blocks", False))
+
+
+def has_block_weights(model: nn.Module) -> bool:
+    """Return whether some weights of a model stay in the blocks of a GGUF file."""
+    return any(map(is_in_blocks, model.parameters()))
 
 
 @torch.no_grad()

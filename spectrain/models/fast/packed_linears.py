@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.onednn import onednn_linear
-from spectrain.models.architectures.quantized import has_dense_weight
-from spectrain.models.block_weights import BlockWeight
+from spectrain.models.architectures.quantized import has_dense_weight, is_in_blocks
 from spectrain.models.forward_override import set_forward
 from spectrain.models.weight_block import BlockLinear
 
@@ -163,7 +162,7 @@ class PackedWeights:
     @property
     def _are_blocks(self) -> bool:
         """Whether weights stay in the blocks of a GGUF file, of which panels are no copies."""
-        return isinstance(self.linears[0].weight, BlockWeight)
+        return is_in_blocks(self.linears[0].weight)
 
     def _stack_weights(self) -> Tensor:
         weights = [linear.weight.detach() for linear in self.linears]
@@ -382,8 +381,8 @@ def cut_output(linear: nn.Linear, count: int) -> nn.Linear:
     """Return a linear of the first `count` outputs, or a few more, whose weights share the memory
     of the linear's; it is packed as that is.
     """
-    weight: Tensor = linear.weight.detach()
-    weight = weight.first_rows(count) if isinstance(weight, BlockWeight) else weight[:count]
+    weight: Any = linear.weight.detach()
+    weight = weight.first_rows(count) if is_in_blocks(weight) else weight[:count]
     cut = nn.Linear(1, 1, bias=False, device="meta")
     cut.out_features, cut.in_features = weight.shape
     cut.weight = nn.Parameter(weight, requires_grad=False)

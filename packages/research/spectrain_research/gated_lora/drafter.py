@@ -15,10 +15,10 @@ from torch import Tensor
 from spectrain.data.image_processor import refuse_images
 from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.target import Target
+from spectrain_research.shared.gated_masks import MaskConfig
 from spectrain_research.shared.learned_masks import LearnedMasks
 
 

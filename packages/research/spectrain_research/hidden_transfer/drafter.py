@@ -14,14 +14,14 @@ from torch import Tensor
 from spectrain.config.values import Count
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
-from spectrain.drafters.layers.tree_masks import mask_rows
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
+from spectrain_research.shared.gated_masks import GatedMasks, MaskConfig
+from spectrain_research.shared.tree_masks import mask_rows
 
 from .transfer import StateTransfer, resolve_transfer_layer, transfer_states
 

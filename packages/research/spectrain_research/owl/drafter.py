@@ -16,7 +16,6 @@ from spectrain.config.values import Share, Steps
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
 from spectrain.drafters.layers.mask_blocks import MaskBlocks
 from spectrain.features.batch import Batch
@@ -24,6 +23,7 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Rollout
+from spectrain_research.shared.gated_masks import MaskConfig
 from spectrain_research.shared.learned_masks import LearnedMasks
 
 

@@ -17,7 +17,6 @@ from spectrain.data.image_processor import refuse_images
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features
@@ -25,6 +24,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.host_copies import copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
+from spectrain_research.shared.gated_masks import MaskConfig
 from spectrain_research.shared.learned_masks import LearnedMasks
 
 

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.layers.mask_blocks import init_mask_vectors, replace_embeddings
 from spectrain.models.target import Target
+from spectrain_research.shared.gated_masks import GatedMasks
 
 
 class LearnedMasks(GatedMasks):

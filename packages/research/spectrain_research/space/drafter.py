@@ -15,13 +15,13 @@ from torch import Tensor
 from spectrain.config.values import NotNegative, Positive, Seed, Share, Steps, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, SavedFiles
-from spectrain.drafters.layers.gated_masks import MaskConfig
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
+from spectrain_research.shared.gated_masks import MaskConfig
 from spectrain_research.shared.learned_masks import LearnedMasks
 
 

@@ -19,6 +19,7 @@ from spectrain_research.layer_skip.drafter import LayerSkipping
 from spectrain_research.opt_tree.builder import OptTree
 from spectrain_research.redrafter.drafter import Redrafter
 from spectrain_research.transformer_heads.drafter import TransformerHeads
+from spectrain_research.uno.drafter import Uno, UnoConfig
 
 
 def busy_gated_lora(target: Target) -> Drafter:
@@ -41,6 +42,7 @@ CASES: dict[str, Any] = {
         "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
         "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
         "gated_lora": busy_gated_lora,
+        "uno": lambda target: Uno(target, UnoConfig(num_masks=3)),
     },
     "BUILDERS": {"entropy": lambda: Entropy(3, 8, 3)},
     "test_rounds_that_cannot_be_captured_are_refused": [

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from packages.research.tests.drafters.test_uno import PROMPTS, make_conversations
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
-from spectrain.drafters.layers.gated_masks import GatedMasks
-from spectrain.drafters.layers.mask_drafter import MaskDrafter
-from spectrain.drafters.layers.tree_masks import end_probabilities
 from spectrain.errors import UserError
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
@@ -32,9 +30,11 @@ from spectrain_research.hidden_transfer.drafter import (
 )
 from spectrain_research.ppd.drafter import PromptTokenConfig, PromptTokens, parallel_chains_mask
 from spectrain_research.pruning.pruning import Pruning
+from spectrain_research.shared.gated_masks import GatedMasks
 from spectrain_research.shared.learned_masks import LearnedMasks
+from spectrain_research.shared.mask_drafter import MaskDrafter
+from spectrain_research.shared.tree_masks import end_probabilities
 from tests.decoding.rounds import begun, proposed
-from tests.drafters.test_uno import PROMPTS, make_conversations
 from tests.factories import add_noise
 
 MASKS = 3

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from tests.export.test_converter import DFLASH, UNO, ours
+from tests.export.test_converter import DFLASH, ours
 
 DOMINO = {**DFLASH, "gru_width": 12, "rank": 8}
 XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
+UNO = {"num_masks": 3, "rank": 4}
 REDRAFTER = {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"}
 CASES: dict[str, Any] = {
     "CASES": {
@@ -21,6 +22,7 @@ CASES: dict[str, Any] = {
             lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False),
             ("spectrain",),
         ),
+        "uno": (lambda path, tiny: ours(path, tiny, "uno", **UNO), ("uno", "spectrain")),
         "jetspec": (
             lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH),
             ("jetspec", "spectrain"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from packages.research.tests.export.converter_cases import DOMINO, REDRAFTER, XPRESS
+from packages.research.tests.export.converter_cases import DOMINO, REDRAFTER, UNO, XPRESS
 from tests.export.test_converter import DFLASH
 
 CASES: dict[str, Any] = {
@@ -12,5 +12,6 @@ CASES: dict[str, Any] = {
         "xpress": XPRESS,
         "spectrain_research.jetspec.layout.FLAT_JETSPEC": {**DFLASH, "causal": True},
         "gated_lora": {"num_masks": 2, "rank": 4},
+        "spectrain_research.uno.layout.UNO": UNO,
     }
 }

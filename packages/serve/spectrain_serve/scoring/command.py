@@ -137,10 +137,11 @@ def resolve_server_spec(requested: Mapping[str, Any]) -> tuple[RunSpec, Path]:
             "target.template_kwargs"
         )
     settings.pop("serve", None)
+    # A server has no tree of ours to measure.
+    evaluation["measured"] = False
     lower = LowerLayers({"eval": default_group("eval").node})
     spec, _ = read_run({**settings, "run": "runs"}, overrides=None, lower=lower)
-    # A server has no tree of ours to measure.
-    return spec.with_settings("eval", measured=False), Path("runs")
+    return spec, Path("runs")
 
 
 def make_evaluation(spec: RunSpec) -> ServerEvaluation:
@@ -237,7 +238,9 @@ def describe_server(spec: RunSpec, groups: list[ServerGroup]) -> ServedSubject:
     """Return a server of which no run is known; with `target=`, that model's tokenizer renders
     the prompts.
     """
-    target = None if not spec.target else load_tokenizing_target(spec)
+    target = build_target_without_weights(spec) if spec.target else None
+    if target is not None:
+        require_tokenizer(target)
     setting = {
         **({} if target is None else {"chat_template": target.template.facts()}),
         **collect_provenance(),
@@ -245,15 +248,13 @@ def describe_server(spec: RunSpec, groups: list[ServerGroup]) -> ServedSubject:
     return ServedSubject(groups, target, setting)
 
 
-def load_tokenizing_target(spec: RunSpec) -> Target:
-    """Return the target without its weights, which renders prompts."""
-    target = build_target_without_weights(spec)
+def require_tokenizer(target: Target) -> None:
+    """Raise a UserError for a target that has no tokenizer of its own."""
     is_substitute = Path(str(target.tokenizer.name_or_path)).resolve() == TINY_DIRECTORY.resolve()
     if is_substitute and Path(target.path).resolve() != TINY_DIRECTORY.resolve():
         raise UserError(
             f"target {target.name}: it has no tokenizer, which renders prompts; leave out target"
         )
-    return target
 
 
 def describe_subject(

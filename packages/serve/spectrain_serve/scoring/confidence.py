@@ -9,9 +9,9 @@ from rich.console import Console
 
 from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension, Results
-from spectrain.export.schedules import describe_confidence
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
+from spectrain_serve.times.engine_schedules import describe_confidence
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spectrain.eval.axes.points import find_crossover
+from spectrain_studies.axes.points import find_crossover
 
 NUM_REQUESTS = 300
 # Arrival rates to simulate, as shares of the largest rate that the server can keep up with.

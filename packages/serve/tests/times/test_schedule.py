@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spectrain.cli.export import export_command
-from spectrain.export.schedules import list_steps
 from spectrain.models.target import Target
+from spectrain_serve.times.engine_schedules import list_steps
 from spectrain_serve.times.load import TimeTable
 from spectrain_serve.times.schedule import (
     cut_lengths,

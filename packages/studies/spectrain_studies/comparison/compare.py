@@ -32,7 +32,6 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunInterrupted, UserError, suggest_nearest
-from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.columns import DRAFTER, tracked_comparison
 from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.page import write_report
@@ -46,6 +45,7 @@ from spectrain.runs.server_scores import require_server_scores
 from spectrain.runs.train import train_and_score
 from spectrain.training.metrics import track_run
 from spectrain.training.trainer import Trainer
+from spectrain_studies.axes.points import AXIS_LABELS
 
 from .recommendations import compare_runs
 from .scored_runs import ScoredRun

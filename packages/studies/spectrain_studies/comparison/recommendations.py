@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from spectrain.eval.axes.tables import describe_crossover, name_value
 from spectrain.eval.columns import format_interval, is_quotable
 from spectrain.eval.intervals import Interval, interval
 from spectrain.servers.advice import list_engine_advice
+from spectrain_studies.axes.tables import describe_crossover, name_value
 
 from .scored_runs import (
     SPEED_COLUMNS,

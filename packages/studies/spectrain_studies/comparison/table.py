@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.eval.axes.tables import axis_markdown, print_axis
 from spectrain.eval.columns import (
     RUN_COLUMNS,
     SYSTEM_COLUMNS,
@@ -19,6 +18,7 @@ from spectrain.eval.columns import (
     list_groups,
 )
 from spectrain.eval.report import open_console
+from spectrain_studies.axes.tables import axis_markdown, print_axis
 
 # After a run's name: what its output is lossless to.
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}

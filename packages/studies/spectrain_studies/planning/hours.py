@@ -22,7 +22,7 @@ from spectrain.models.target import Target
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
-from spectrain.training.trial import trial_folder
+from spectrain_studies.machine.trial import trial_folder
 
 from .footprint import Models, count_parameters
 from .settings import PlanSettings

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.eval.axes.points import find_crossover
 from spectrain.eval.pipeline import run_pipeline
 from spectrain.eval.selection import PromptedEvaluation
+from spectrain_studies.axes.points import find_crossover
 from spectrain_studies.comparison.recommendations import advise_axis, describe_missing
 from spectrain_studies.comparison.scored_runs import ScoredRun, collect_axes
 from tests.eval.test_pipeline import TURNS, ListedAnswers

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lab.benchmarks import large_targets
 from lab.benchmarks.online import TOY, measure_peak, online_row
-from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
 from spectrain.cli.overrides import write_overrides
 from spectrain.config.build import register_resolvers
@@ -37,6 +36,7 @@ from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance, record_held_out
+from spectrain_studies.machine.doctor import check_targets
 from spectrain_studies.planning.footprint import Models, bytes_of, peak_memory
 from spectrain_studies.planning.operations import mean_keys
 from spectrain_studies.planning.plan import Plan, plan

@@ -13,7 +13,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.models.bundled import convert_gguf
 from spectrain.models.fast import batch_invariance
-from spectrain.training.trial import trial_folder
+from spectrain_studies.machine.trial import trial_folder
 from spectrain_studies.planning import footprint
 from spectrain_studies.planning.plan import plan
 from tests.installed import load_cases

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spectrain.export.drafter_files import write_json
+from spectrain.servers.advice import Scores
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.sglang_command import COSTS_OPTION
 
-from .drafter_files import write_json
-
-Scores = Mapping[str, dict[str, Any]]
-"""The summaries of a run's evaluations by name."""
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 """vLLM's setting for draft tokens by the number of requests."""
 ADAPTIVE_METHODS = ("EAGLE", "EAGLE3")
@@ -123,9 +121,10 @@ def list_steps(ranges: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def write_schedules(
-    folder: Path, launches: Mapping[str, EngineLaunch], schedules: Schedules | None
+    folder: Path, scores: Scores, launches: Mapping[str, EngineLaunch]
 ) -> list[str]:
     """Write the files that SGLang reads into an export; return their names."""
+    schedules = find_schedules(scores)
     launch = launches.get("sglang")
     if schedules is None or launch is None or launch.drafter is None or launch.drafter.path is None:
         return []

@@ -16,6 +16,22 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Share, Steps, Width
 from spectrain.drafters.base import Losses, TrainingState, has_weights
+from spectrain.drafters.layers.heads import Sampler
+from spectrain.drafters.layers.lora_factors import (
+    LoraFactors,
+    add_lora_at,
+    find_linears,
+    peft_config,
+    peft_layout,
+)
+from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
+from spectrain.drafters.layers.mask_blocks import (
+    MaskBlocks,
+    add_blocks,
+    sample_prefixes,
+    tile_prefixes,
+)
+from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
@@ -24,11 +40,6 @@ from spectrain.models.host_copies import chosen_rows, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.randomness import NOISE, sequence_generator
 
-from ..step_cost import BatchShape, Judged, Run, StepCost
-from .heads import Sampler
-from .lora_factors import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
-from .losses import LossName, TargetLogProbs, head_loss
-from .mask_blocks import MaskBlocks, add_blocks, sample_prefixes, tile_prefixes
 from .mask_drafter import MaskDrafter, Strategy
 
 

@@ -8,12 +8,11 @@ from typing import Any
 from rich.text import Text
 
 from spectrain.config.build import GroupSpec
+from spectrain.data.chat import Example, tokenize_conversation
+from spectrain.data.messages import Conversation
+from spectrain.data.readers import ConversationReader
 from spectrain.errors import UserError
 from spectrain.output.console import make_console
-
-from .chat import Example, tokenize_conversation
-from .messages import Conversation
-from .readers import ConversationReader
 
 STYLES = {"content": "green", "reasoning": "cyan", "tool_calls": "magenta", "context": "dim"}
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from spectrain.eval.axes.points import Crossover, find_crossover
-from spectrain.eval.axes.sweep import BatchSweep, group_by_length
-from spectrain.eval.axes.tables import markdown_table, print_cells
 from spectrain.eval.columns import known_interval
 from spectrain.eval.context import format_length
 from spectrain.eval.extensions import Results
 from spectrain.files import write_text
+from spectrain_studies.axes.points import Crossover, find_crossover
+from spectrain_studies.axes.sweep import BatchSweep, group_by_length
+from spectrain_studies.axes.tables import markdown_table, print_cells
 
 Grid = dict[str, Any]
 """The entry `grid` of a summary."""

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.cli import doctor
 from spectrain.cli import main as cli
-from spectrain.kernels import dispatch, trials
+from spectrain.kernels import dispatch
+from spectrain_studies.machine import doctor
+from spectrain_studies.machine import kernel_trials as trials
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:

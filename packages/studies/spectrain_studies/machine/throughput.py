@@ -24,8 +24,9 @@ from spectrain.output.console import make_console
 from spectrain.provenance import processor_name
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.trainer import Trainer
-from spectrain.training.trial import trial_folder
 from spectrain.trees.token_tree import TokenTree
+
+from .trial import trial_folder
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 32)
 PREFIX_LENGTHS = (150, 600)

@@ -23,15 +23,6 @@ from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import EngineChoice, PromptLoader
 from spectrain.errors import UserError
 from spectrain.eval import metrics
-from spectrain.eval.axes.points import (
-    Axis,
-    AxisPoint,
-    Batch,
-    find_crossover,
-    measure_point,
-    measure_rounds,
-)
-from spectrain.eval.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
 from spectrain.eval.context import parse_length
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.metrics import Turn
@@ -41,6 +32,15 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.server_scores import simulate_load
 from spectrain.trees import Chain
+from spectrain_studies.axes.points import (
+    Axis,
+    AxisPoint,
+    Batch,
+    find_crossover,
+    measure_point,
+    measure_rounds,
+)
+from spectrain_studies.axes.tables import axis_markdown, describe_axis, print_axis, render_axis
 
 CONTEXT_LENGTHS = ("512", "1k", "2k", "4k", "8k")
 """Lengths of eval.sweep=context without eval.context, as far as the target's context goes."""

@@ -14,10 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.columns import format_interval, format_milliseconds, known_interval
 from spectrain.eval.context import format_length
 from spectrain.eval.figures import COLORS, render_svg
+from spectrain_studies.axes.points import AXIS_LABELS
 
 Axes = Sequence[dict[str, Any]]
 AXIS_TITLES = (

@@ -9,15 +9,15 @@ import pytest
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.chat_template import KINDS
-from spectrain.data.inspect import (
+from spectrain.data.messages import Conversation
+from spectrain.errors import UserError
+from spectrain_studies.inspection.inspect import (
     STYLES,
     format_example,
     format_legend,
     select_conversation,
     token_styles,
 )
-from spectrain.data.messages import Conversation
-from spectrain.errors import UserError
 from tests.data.chat_templates import make_template
 from tests.data.rows import THINKING, write_lines
 

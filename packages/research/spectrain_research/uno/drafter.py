@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
-from spectrain.drafters.layers.mask_drafter import Strategy
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.models.target import Target
-
-from .capabilities import SavedFiles
+from spectrain_research.shared.gated_masks import GatedMasks, MaskConfig
+from spectrain_research.shared.mask_drafter import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,18 +18,17 @@ from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.causal import Causal
 from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
-from spectrain.models.architectures.quantized import refuse_training
-from spectrain.models.block_weights import BlockWeight, has_block_weights
+from spectrain.models.architectures.quantized import has_block_weights, refuse_training
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.fast import speed_up_linears
 from spectrain.models.fingerprint import hash_target
-from spectrain.models.gguf_blocks import MappedRows
 from spectrain.models.gguf_header import StoredTensor
-from spectrain.models.gguf_weights import choose_type
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain_cpu.block_loading import MappedRows, choose_type
+from spectrain_cpu.block_weights import BlockWeight
 from tests.models.checkpoints import save_gguf_file
 
 Type = gguf.GGMLQuantizationType

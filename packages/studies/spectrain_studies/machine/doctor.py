@@ -18,6 +18,7 @@ from typing import Literal
 
 from rich.text import Text
 
+from spectrain.config.signatures import PACKAGE_ROOT
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.published import MODELS, cache_directory
 from spectrain.output.console import make_console
@@ -137,7 +138,7 @@ def read_requirements() -> list[str]:
         import re
 
         # Python before 3.11 has no TOML reader.
-        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+        text = (PACKAGE_ROOT.resolve().parent / "pyproject.toml").read_text()
         listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
         return (
             [json.loads(row.strip().rstrip(",")) for row in listed[1].splitlines()]
@@ -194,7 +195,8 @@ def check_kernels() -> Iterator[Diagnosis]:
     import torch
 
     from spectrain.kernels.dispatch import runs_on
-    from spectrain.kernels.trials import KERNEL_TRIALS, TOLERANCE
+
+    from .kernel_trials import KERNEL_TRIALS, TOLERANCE
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fast = runs_on(device)
@@ -254,7 +256,7 @@ def check_memory() -> Iterator[Diagnosis]:
 def check_targets() -> Iterator[Diagnosis]:
     """Check which targets are on this machine; the hub is not contacted."""
     ours = cache_directory()
-    root = Path(__file__).parents[1] / "data"
+    root = PACKAGE_ROOT / "data"
     tiny = (root / "tiny" / "model.safetensors").is_file()
     yield Diagnosis.judge("target=tiny", tiny, "ships with spectrain", "reinstall spectrain")
     converted = (ours / "smollm2-135m-q4_1" / "model.safetensors").is_file()

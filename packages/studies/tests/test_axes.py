@@ -9,11 +9,6 @@ import pytest
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval import metrics
-from spectrain.eval.axes import sweep
-from spectrain.eval.axes.grid import describe_grid, grid_cells, grid_titles
-from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
-from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
-from spectrain.eval.axes.tables import axis_markdown, describe_crossover
 from spectrain.eval.extensions import Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.page import write_report
@@ -21,9 +16,13 @@ from spectrain.eval.summary import predict_device
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
-
-from .test_run import SETTING, make_evaluation
-from .test_user_times import make_timed_generation
+from spectrain_studies.axes import sweep
+from spectrain_studies.axes.grid import describe_grid, grid_cells, grid_titles
+from spectrain_studies.axes.points import Crossover, find_crossover, measure_point
+from spectrain_studies.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
+from spectrain_studies.axes.tables import axis_markdown, describe_crossover
+from tests.eval.test_run import SETTING, make_evaluation
+from tests.eval.test_user_times import make_timed_generation
 
 
 def paired_turn(

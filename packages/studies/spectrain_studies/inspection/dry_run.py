@@ -1,5 +1,5 @@
-"""`spectrain train --dry-run`: loads and checks what a training reads, prints the plan of an
-installed package, and shows samples with their loss masks. It trains and writes nothing.
+"""`spectrain train --dry-run`: prints the plan of a training, loads and checks what it reads, and
+shows samples with their loss masks. It trains and writes nothing.
 """
 
 from __future__ import annotations
@@ -7,20 +7,18 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from spectrain.config.installed import load_entry_points
-from spectrain.config.missing import explain_missing
 from spectrain.config.spec import RunSpec
-from spectrain.data.inspect import format_example, format_legend
 from spectrain.files import require_writable
 from spectrain.output.console import make_console
 from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.runs.lock import require_folder
 from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
+from spectrain_studies.planning.plan import Plan
+
+from .inspect import format_example, format_legend
 
 NUM_SAMPLES = 3
-PLAN = "plan"
-"""The entry points `spectrain.plan`: functions that print the plan of a training."""
 
 
 def dry_run(spec: RunSpec) -> None:
@@ -31,11 +29,8 @@ def dry_run(spec: RunSpec) -> None:
         require_writable(Path(spec.run), "run")
         if spec.resume is None:
             check_is_new(Path(spec.run))
-    planners = load_entry_points(PLAN)
-    for print_plan in planners:
-        print_plan(spec)
-    if not planners:
-        print(explain_missing("group.", PLAN, "the plan of a training"))
+    # Hours need timed steps, which are the command's.
+    Plan(calibrate=False).run(spec)
     reader = spec.data.build()
     reader.load_conversations()
     evaluation = spec.eval.build()

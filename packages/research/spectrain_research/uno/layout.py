@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spectrain.errors import UserError
+from spectrain.export.adapters import check_adapter
+from spectrain.export.container import Finding
+from spectrain.export.drafter_files import (
+    METADATA_FILE,
+    DrafterFiles,
+    write_json,
+    write_tensors,
+)
+from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
+from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch
-
-from .adapters import check_adapter
-from .container import Finding
-from .drafter_files import METADATA_FILE, DrafterFiles, write_json, write_tensors
-from .layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
-from .targets import TargetFiles
 
 LINEAR_MODULES = {
     "q_proj": "self_attn",

@@ -1,7 +1,7 @@
 """Weights that stay in the quantised blocks of a GGUF file, on a CPU.
 
-An installed package keeps the blocks in the order in which it multiplies them, and takes rows of
-values out of them. What reads such a weight as a whole gets a dense copy, which lives as long as it
+A store keeps the blocks in the order in which they are multiplied, and takes rows of values out of
+them. What reads such a weight as a whole gets a dense copy, which lives as long as it
 is used. Shapes: O output width, K input width, N rows.
 """
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
 
 class BlockStore(Protocol):
-    """Quantised weights [O, K] as an installed package keeps them."""
+    """Quantised weights [O, K]."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class BlockWeight(Tensor):
     dense copy. A RuntimeError says that it cannot be written to.
     """
 
-    stands_for_plain = True
+    stays_in_blocks = True
     store: BlockStore
 
     @staticmethod
@@ -170,8 +170,3 @@ def _find_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         step = args[4] if len(args) > 4 else 1
         return torch.arange(len(weight))[args[2] : args[3] : step]
     return None
-
-
-def has_block_weights(model: nn.Module) -> bool:
-    """Return whether some weights of a model stay in the blocks of a GGUF file."""
-    return any(isinstance(weight, BlockWeight) for weight in model.parameters())

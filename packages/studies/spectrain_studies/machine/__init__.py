@@ -1,0 +1,3 @@
+"""What a user measures on her own machine, and what the machine lacks. The project's own
+measurements are in lab/.
+"""
