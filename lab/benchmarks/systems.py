@@ -23,6 +23,7 @@ from .command import list_defaults, run_benchmark
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 SURVEY_NAMES = Path(__file__).with_name("survey_names.yaml")
+SURVEY_SYSTEMS = Path(__file__).with_name("survey_systems.yaml")
 SIZE = ["eval.limit=16", "eval.max_new_tokens=48", "eval.repeats=1"]
 RECORDED = (
     "acceptance_length",

@@ -3,6 +3,7 @@ lab/results/systems.json.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from lab.benchmarks.systems import read_survey_names, read_systems
@@ -15,6 +16,7 @@ from lab.pages.render import (
     format_table,
     load_results,
 )
+from lab.pages.survey_tables import coder_tables, describe_measurements
 from spectrain.config.choices import conf_folders
 
 TITLES = (
@@ -26,6 +28,7 @@ TITLES = (
     "proof",
     "measured",
 )
+SURVEY_TITLES = ("proof", "tokens and speed on tiny", "on the 1.5B coder")
 INTRODUCTION = """# Papers by name
 
 What papers call a method, the command that runs it here, what is the same as in the paper and what
@@ -40,9 +43,10 @@ drafting often takes longer than verifying, so few methods gain. One other measu
 second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for
 a minute or two, so rows do not rank the methods. Rows of `lab/benchmarks/measure_ways.py` were
 measured earlier, some with eight prompts at once. The page is written by `python -m
-lab.pages.make_pages` from `systems.yaml` and `survey_names.yaml` in `lab/benchmarks/` and, in
-`lab/results/`, from `systems.json`, `ways-tiny.json`, `phrases.json`, `equal-data.json`,
-`claims.json`, `vision-drafting.json` and `diffusion.json`; the commands that measured it:
+lab.pages.make_pages` from `systems.yaml`, `survey_names.yaml`, `survey_systems.yaml` and
+`coder_systems.yaml` in `lab/benchmarks/` and, in `lab/results/`, from `systems.json`,
+`ways-tiny.json`, `phrases.json`, `heads-tiny.json`, `equal-data.json`, `claims.json`,
+`vision-drafting.json`, `diffusion.json` and `coder-systems.json`; the commands that measured it:
 
 ```sh
 python -m lab.benchmarks.systems
@@ -53,7 +57,10 @@ NAMES = """The surveys behind this project name {count} systems. {works} of them
 {part} in part. {out} do not belong in a project that trains and scores drafters: hardware,
 schedules of servers, models of other kinds, surveys. Names that belong here and are not built:
 {absent}. A name that works in part says what is missing. The tables stand in the surveys' order and
-words; proofs and measurements are in the tables above."""
+words. Their last columns hold tokens per forward and the speed relative to decoding without a
+drafter, on tiny and on [a 1.5B coder](#on-a-target-on-which-drafting-can-pay), or why nothing was
+measured there; tokens alone are of a chain of 4 after the same training. *Its row* is in the tables
+above."""
 OTHERS = """Names that the surveys do not have."""
 EQUAL_DATA = "[at equal data](results/families.md#{})"
 STATES = {
@@ -80,6 +87,7 @@ def render_systems_page() -> str:
         ("name", "reason"), ([entry["name"], entry["reason"]] for entry in systems["left_out"])
     )
     claims = [describe_claim(entry, results["rows"]) for entry in systems["claims"]]
+    parts += ["## On a target on which drafting can pay", *coder_tables()]
     parts += ["## Research that stays out", LEFT_OUT, left_out]
     parts += ["## Names of the surveys", *describe_surveys(read_survey_names())]
     parts += [
@@ -121,18 +129,25 @@ def describe_surveys(names: dict[str, Any]) -> list[str]:
     counts = {state: states.count(state) for state in STATES}
     parts = [NAMES.format(count=len(states), **counts)]
     for title, group in names["surveys"].items():
-        parts += [f"### {title[0].upper()}{title[1:]}", names_table(group)]
+        table = names_table(group, describe_measurements, SURVEY_TITLES)
+        parts += [f"### {title[0].upper()}{title[1:]}", table]
     return [*parts, "### Other names", OTHERS, names_table(names["others"])]
 
 
-def names_table(group: dict[str, list[str]]) -> str:
-    """Return the table of a group of names."""
+def names_table(
+    group: dict[str, list[str]],
+    describe: Callable[[str], list[str]] = lambda name: [],
+    titles: tuple[str, ...] = (),
+) -> str:
+    """Return the table of a group of names, with further cells that `describe` returns for a name
+    and their titles.
+    """
     rows = []
     for name, (state, text, *choices) in group.items():
         missing = [choice for choice in choices if not is_installed(choice)]
         assert not missing, f"survey_names.yaml: {name}: there is no {missing}"
-        rows.append([name, STATES[state], text])
-    return format_table(("name", "state", "command or reason"), rows)
+        rows.append([name, STATES[state], text, *describe(name)])
+    return format_table(("name", "state", "command or reason", *titles), rows)
 
 
 def is_installed(choice: str) -> bool:

@@ -28,6 +28,8 @@ from spectrain.config.choices import (
 )
 from spectrain.config.grouped import drop_part
 from spectrain.errors import UserError
+from spectrain.export import engine_support
+from spectrain.export.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -357,6 +359,30 @@ def test_every_recipe_is_in_the_table(document: str, folders: list[Path]) -> Non
     lines = [line for line in DOCUMENTS[document].splitlines() if line.startswith("| `")]
     table = {name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])}
     assert {*choice_files("recipe", folders)} <= table
+
+
+def test_engines_of_the_readme_read_what_it_says() -> None:
+    """Every engine beside a recipe reads a layout of its family, in the versions that are named."""
+    part = DOCUMENTS["README.md"].partition("## Families that engines serve\n")[2]
+    rows = re.findall(r"^\| (`[a-z].*?) \| .*? \| (.*?) \|$", part, re.MULTILINE)
+    assert len(rows) >= 10
+    for recipes, engines in rows:
+        names = [name for name in re.findall("`([^`]+)`", recipes) if "=" not in name]
+        families = {
+            re.findall(r"override /drafter: (\w+)", (ROOT / f"recipes/{name}.yaml").read_text())[0]
+            for name in names
+        }
+        layouts = [row.path for row in LAYOUTS if families & {*row.families}]
+        readers = [
+            support for support in engine_support.list_support() if support.layout in layouts
+        ]
+        programs = engine_support.PROGRAMS
+        named = {program for program, title in programs.items() if title in engines}
+        assert named <= {support.program for support in readers}, recipes
+        assert named or not names, recipes
+        for program in named:
+            bounds = {support.until for support in readers if support.program == program}
+            assert "" in bounds or any(f"up to {bound}" in engines for bound in bounds), recipes
 
 
 FAMILIES = sorted(

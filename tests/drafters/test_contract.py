@@ -53,6 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
     "dflash2": {"num_layers": 2, "block_size": 4},
     "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
+    "graft": {"inner": {"choice": "eagle3", **EAGLE3}, "prune": 0.001},
     **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros",
         "other_device")},
     "specdec": {"num_drafts": 3}, "prompt_variants": {"num_layers": 1}, "pruned_images": EAGLE3,

@@ -2,10 +2,19 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from lab.benchmarks.coder_systems import TARGET, read_rows
 from lab.benchmarks.systems import read_survey_names
+from lab.pages.survey_tables import (
+    describe_measurements,
+    find_tiny,
+    list_systems,
+    load_coder_results,
+    read_survey_systems,
+)
 from lab.pages.systems_page import STATES, is_installed
 from spectrain.config.installed import list_package_roots
 
@@ -46,3 +55,34 @@ def test_choices_of_the_commands_exist(group: str) -> None:
     }
     missing = [choice for choice in sorted(choices) if not is_installed(f"{group}/{choice}")]
     assert choices and not missing
+
+
+def test_every_name_that_works_has_a_proof_and_what_was_measured() -> None:
+    """Names that do not belong here, or are not built, have nothing to prove."""
+    names = {
+        name: state
+        for group in read_survey_names()["surveys"].values()
+        for name, (state, *_) in group.items()
+    }
+    content = read_survey_systems()
+    assert {name for name, state in names.items() if state in ("works", "part")} == {
+        *content["systems"]
+    }
+    root = Path(__file__).parents[2]
+    for name, entry in content["systems"].items():
+        assert {*entry} <= {"row", "proof", "tiny", "coder"}, name
+        assert "row" in entry or "proof" in entry, name
+        assert "row" not in entry or entry["row"] in list_systems(), name
+        assert "proof" not in entry or (root / entry["proof"]).is_file(), name
+        assert all(find_tiny(row)["acceptance_length"] for row in entry.get("tiny", ())), name
+        assert all(describe_measurements(name)), name
+    assert describe_measurements("CLONE") == ["", "", ""]
+
+
+def test_rows_on_the_coder_are_those_of_the_names() -> None:
+    """Every row belongs to a name, and what was measured had the arguments that the page shows."""
+    rows = {name: text for group in read_rows().values() for name, text in group.items()}
+    named = [entry["coder"] for entry in read_survey_systems()["systems"].values()]
+    assert {row for rows in named if isinstance(rows, list) for row in rows} == {*rows}
+    for name, row in load_coder_results()["rows"].items():
+        assert row["command"] == f"eval target={TARGET} {rows[name]}", name

@@ -23,6 +23,7 @@ from spectrain.trees.base import MAX_NODES
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 from spectrain_research.shared.copy_rollout import as_rollout
+from spectrain_research.shared.divergence import jensen_shannon
 from spectrain_research.shared.nesting import LargerBuilder, build_nestable, union_layers
 from spectrain_research.shared.on_policy import find_on_policy
 
@@ -56,6 +57,10 @@ class Cascade(DrafterWrapper):
     inner's q(x) is at least `qualify` times its largest value; the two values are then exchanged.
     The chain follows guesses that inner finds good enough instead of its first choice. This q' is
     fixed before any token is drawn from it, so rules stay lossless.
+
+    With `divergence` (its equation of the first stage) q' is the helper's whole q wherever the
+    Jensen-Shannon divergence of the two is at most that; the second stage is acceptance=fuzzy,
+    which is LOSSY.
     """
 
     saved = SavedFiles(inner=("inner", "helper"))
@@ -77,6 +82,10 @@ class Cascade(DrafterWrapper):
         # Share of inner's largest probability at which a guess of the helper passes; 1 accepts only
         # inner's own first choice.
         qualify: float = 1.0,
+        # Largest Jensen-Shannon divergence of inner and helper, in nats, at which the helper's
+        # distribution takes the place of inner's; null never uses it. Inner must draft from the
+        # whole vocabulary.
+        divergence: float | None = None,
     ) -> None:
         super().__init__()
         for key, value, minimum in (("ahead", ahead, 0), ("handover", handover, 1)):
@@ -84,6 +93,13 @@ class Cascade(DrafterWrapper):
                 raise UserError(f"drafter.{key}={value}: use {minimum} or more")
         if not 0 < qualify <= 1:
             raise UserError(f"drafter.qualify={qualify}: use more than 0 and at most 1")
+        if divergence is not None and not divergence >= 0:
+            raise UserError(f"drafter.divergence={divergence}: use 0 nats or more")
+        if divergence is not None and qualify != 1:
+            raise UserError(
+                f"drafter.qualify={qualify}: a guess passes by a ratio or by drafter.divergence; "
+                "leave out one of them"
+            )
         if not ahead and handover is None:
             raise UserError(
                 "drafter.ahead=0: the helper would not run; give drafter.handover, or use 1 or more"
@@ -100,6 +116,7 @@ class Cascade(DrafterWrapper):
                 "drafter.handover, or drafter.inner=causal"
             )
         self.ahead, self.handover, self.qualify = ahead, handover, qualify
+        self.divergence = divergence
         self.layers = union_layers([self.inner, self.helper])
         inner_capabilities = self.inner.capabilities
         self.capabilities = Capabilities(
@@ -353,6 +370,8 @@ class CascadeRollout(Rollout):
         """Return inner's log q [B, F, V], with its largest value exchanged for the helper's
         first choice where that passes.
         """
+        if self.cascade.divergence is not None:
+            return self._trust_helper(log_q, helper_log_q, stop_mask, self.cascade.divergence)
         if self.cascade.qualify == 1:
             return log_q
         guess = self.helper.rollout.to_target_ids(helper_log_q.argmax(-1, keepdim=True))
@@ -370,10 +389,34 @@ class CascadeRollout(Rollout):
         exchanged = log_q.scatter(-1, best.indices, guess_log_q).scatter(-1, guess, best.values)
         return torch.where(passes, exchanged, log_q)
 
+    def _trust_helper(
+        self, log_q: Tensor, helper_log_q: Tensor, stop_mask: Tensor | None, divergence: float
+    ) -> Tensor:
+        """Return inner's log q [B, F, V], replaced by the helper's where the two hardly diverge.
+
+        The helper's must be a distribution over inner's tokens; where it drafts nothing, it is
+        not used.
+        """
+        if self.inner.rollout.draft_ids is not None:
+            raise UserError(
+                "drafter.divergence: drafter.inner drafts from a part of the vocabulary, so its "
+                "distribution cannot be compared with the helper's; use drafter.inner=causal"
+            )
+        helper_log_q = self._spread(helper_log_q, self.helper)[..., : log_q.shape[-1]]
+        is_close = jensen_shannon(log_q.exp(), helper_log_q.exp()) <= divergence
+        is_close = is_close & ((helper_log_q.exp().sum(-1) - 1).abs() < 1e-3)
+        if stop_mask is not None:
+            is_close = is_close & ~stop_mask
+        return torch.where(is_close[..., None], helper_log_q, log_q)
+
     def _widen(self, log_q: Tensor, source: IndexedRollout) -> Tensor:
         """Return a drafter's log q [B, F, V], over the target's ids where both drafters draft."""
+        return log_q if self.handover is None else self._spread(log_q, source)
+
+    def _spread(self, log_q: Tensor, source: IndexedRollout) -> Tensor:
+        """Return a drafter's log q [B, F, V] over the target's ids."""
         ids = source.rollout.draft_ids
-        if self.handover is None or (ids is None and log_q.shape[-1] == self.vocab_size):
+        if ids is None and log_q.shape[-1] == self.vocab_size:
             return log_q
         ids = torch.arange(log_q.shape[-1], device=log_q.device) if ids is None else ids
         return log_q.new_full((*log_q.shape[:-1], self.vocab_size), float("-inf")).index_copy(

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance.base import DRAWN_CHILDREN, Siblings, Vector
@@ -26,6 +27,7 @@ from spectrain.decoding.acceptance.sequential import (
     normalize_weights,
 )
 from spectrain.errors import UserError
+from spectrain_research.shared.divergence import jensen_shannon
 
 Criterion = Literal["chow", "diff", "opt", "token"]
 
@@ -168,6 +170,48 @@ class BoundedSampling(BlendingRule):
         distance = total_variation(p, q)
         share = 1 if distance <= self.bias else self.bias / distance
         return (1 - share) * p + share * q
+
+
+class Fuzzy(BlendingRule):
+    """Fuzzy speculative decoding (Holsman et al., 2025, arXiv 2502.20704), the second stage of
+    PyramidSD (Byun et al., 2025, arXiv 2510.12966). NOT lossless.
+
+    pi = q where the Jensen-Shannon divergence of p and q is at most `divergence`, so that every
+    draft is accepted there, else pi = p. Where it is larger, the authors reject the draft and draw
+    from p; speculative sampling draws from p too, and accepts some drafts. With a divergence of 0
+    the output is the target's, with one of log 2 = 0.693 nats, the largest that there is, the
+    drafter's wherever it drafts.
+    """
+
+    name = "fuzzy"
+
+    def __init__(
+        self,
+        # Temperature of the target's distribution; it must be above 0.
+        temperature: float = 1.0,
+        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
+        top_k: int = 0,
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
+        top_p: float = 1.0,
+        # Seed of the random draws.
+        seed: int = 0,
+        # Largest Jensen-Shannon divergence of the target and the drafter, in nats, at which every
+        # draft is accepted.
+        divergence: float = 0.1,
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not divergence >= 0:
+            raise UserError(f"acceptance.divergence={divergence}: use 0 nats or more")
+        self.divergence = divergence
+
+    def blend_distributions(self, p: Vector, q: Vector) -> Vector:
+        return q if jensen_shannon(as_tensor(p), as_tensor(q)) <= self.divergence else p
+
+
+def as_tensor(vector: Vector) -> Tensor:
+    """Return a distribution [V] as a tensor; exact fractions are rounded."""
+    return vector if isinstance(vector, Tensor) else torch.from_numpy(vector.astype(float))
 
 
 class Sigmoid(SequentialRule):

@@ -1,33 +1,15 @@
-"""EAGLE-3 without rotary positions, so that its attention sees contents and causality alone.
-
-Shapes: B batch, T tokens, D head size.
-"""
+"""EAGLE-3 without rotary positions, so that its attention sees contents and causality alone."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import LossName
 from spectrain.models.target import Target
-
-
-class NoRotation:
-    """A rotary embedding that leaves queries and keys as they are, at every position."""
-
-    def __init__(self, head_size: int) -> None:
-        self.head_size = head_size
-
-    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines 1 and sines 0 [B, T, D] in the type of `x`."""
-        shape = (*position_ids.shape, self.head_size)
-        ones = torch.ones(shape, dtype=x.dtype, device=x.device)
-        return ones, torch.zeros_like(ones)
+from spectrain_research.shared.no_rotation import NoRotation
 
 
 class NoPositions(Eagle3):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.values import Positive
+from spectrain.config.values import Count, Positive
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.causal import Causal, StopHead
@@ -27,7 +27,7 @@ from spectrain.kernels.linear_divergence import Projection, split_rows
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.trees.rollout import Draft, Rollout
 
-from .losses import asking_error, writing_error
+from .losses import asking_error, span_errors, writing_error
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -41,7 +41,8 @@ class TrainingWheels(Causal):
 
     A linear head gives the probability g of asking. A vocabulary with a further entry for asking
     has the same distributions. Another head gives the value of a state. The loss is the squared
-    inconsistency of writing the text's next token and of asking for it (`losses.py`). The price of
+    inconsistency of writing the text's next token and of asking for it, each with the `span` - 1
+    tokens that are written after it (`losses.py`). The price of
     asking rises while g is above `asks` on average and falls below it, as the multiplier of a
     constraint does. Texts should be the target's own answers (spectrain data regenerate).
 
@@ -68,8 +69,11 @@ class TrainingWheels(Causal):
         # Transformers configuration of a new, random model; null when num_layers or model gives the
         # drafter.
         architecture: dict[str, Any] | None = None,
+        # Number of successive actions over which the loss is consistent; 1 takes each by itself.
+        span: Count = 1,
     ) -> None:
         super().__init__(target, num_layers, model, architecture)
+        self.span = span
         if not asks < 1:
             raise UserError(f"drafter.asks={asks}: it is a share of the tokens; use less than 1")
         self.asks = asks
@@ -88,8 +92,8 @@ class TrainingWheels(Causal):
         return F.softplus(PRICE_SPEED * self.price_weight)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return half the squared inconsistencies of the supervised tokens, and the term by which
-        the price follows the share of asking.
+        """Return half the squared inconsistencies of the spans of supervised tokens, and the term
+        by which the price follows the share of asking.
         """
         assert batch.features is not None
         predicts = batch.next_is_supervised
@@ -116,6 +120,9 @@ class TrainingWheels(Causal):
         weight = torch.ones_like(drop) if weight is None else weight
         writing = writing_error(drop, ask_logits, student, teacher)
         asking = asking_error(drop, ask_logits, self.price.detach())
+        writing, asking = (
+            span_errors(first, writing, predicts, self.span) for first in (writing, asking)
+        )
         surplus = ask_logits.detach().sigmoid() - self.asks
         terms = {
             "writing": (weight * writing.square()).sum() / 2,

@@ -22,6 +22,7 @@ from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
+from spectrain_research.shared.no_rotation import NoRotation
 
 from .head import FirstStage, choose_candidates, spread_candidates
 
@@ -34,11 +35,12 @@ class TwoStageHead(Eagle3):
     can never draft other tokens; here every token can be drafted, for K (V + D) + C D products in
     place of V D. The approximation is best for the tokens that the assistant uses most. It is
     computed from the output layer when decoding begins, so training and the weights in files are
-    those of EAGLE-3. By default the output layer is the target's and is not trained.
+    those of EAGLE-3. By default the output layer is the target's and is not trained. With `window`
+    and without `positions` it has the other parts of EAGLE-4's drafters too.
     """
 
     saved = SavedFiles(
-        shape=("vocab_size", "layers", "num_layers", "window", "architecture"),
+        shape=("vocab_size", "layers", "num_layers", "window", "architecture", "positions"),
     )
 
     def __init__(
@@ -69,6 +71,8 @@ class TwoStageHead(Eagle3):
         # Configuration keys and variants of the layers that differ from the target's; null copies
         # the target's.
         architecture: dict[str, Any] | None = None,
+        # Whether queries and keys are rotated by position; false leaves them as they are.
+        positions: bool = True,
     ) -> None:
         if rank > target.width:
             raise UserError(
@@ -87,6 +91,9 @@ class TwoStageHead(Eagle3):
             freeze_output=freeze_output,
             architecture=architecture,
         )
+        if not positions:
+            self.rotary = NoRotation(self.self_attn.head_dim)
+            self.has_dynamic_rope = False
         self.capabilities = replace(self.capabilities, prepare_kernels=make_first_stage)
         self.rank = rank
         self.candidates = candidates

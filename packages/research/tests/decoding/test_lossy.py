@@ -29,7 +29,13 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain.trees.token_tree import TokenTree
-from spectrain_research.lossy_rules.blending import BlendingRule, BoundedSampling, Deferral, Sigmoid
+from spectrain_research.lossy_rules.blending import (
+    BlendingRule,
+    BoundedSampling,
+    Deferral,
+    Fuzzy,
+    Sigmoid,
+)
 from spectrain_research.lossy_rules.relaxed import LooseMatch, Rollback
 from spectrain_research.shared.relaxed_rule import RelaxedRule
 from tests.decoding.test_lossless import (
@@ -55,6 +61,7 @@ THIRD = Fraction(1, 3)
 BLENDS: list[BlendingRule] = [
     *(Deferral(defer=defer, alpha=Fraction(1, 4)) for defer in ("chow", "diff", "opt", "token")),  # type: ignore[arg-type]
     BoundedSampling(bias=Fraction(1, 5)),  # type: ignore[arg-type]
+    Fuzzy(divergence=0.08),
 ]
 
 
@@ -102,6 +109,7 @@ def test_output_has_the_blended_distribution(
 STRICT = [
     *(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")),
     BoundedSampling(bias=0),
+    Fuzzy(divergence=0),
 ]
 
 
@@ -158,6 +166,36 @@ def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
     assert models_used == {"p", "q"} or defer == "token"
 
 
+def divergence(p: Vector, q: Vector) -> float:
+    """The Jensen-Shannon divergence by its definition: the mean of two divergences from the
+    mean.
+    """
+    pairs = [(float(x), float(x + y) / 2) for a, b in ((p, q), (q, p)) for x, y in zip(a, b)]
+    return sum(x * math.log(x / mean) for x, mean in pairs if x) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fuzzy_acceptance_emits_the_drafters_tokens_where_the_models_hardly_diverge(
+    kind: str,
+) -> None:
+    """The first token of a drafted chain has q where the divergence is below the threshold, and
+    p elsewhere; in the first case every draft is accepted.
+    """
+    trusted = []
+    for seed, limit in itertools.product(range(6), (0.005, 0.05, 0.3)):
+        p, q = models(kind, 3, 2, seed)
+        rule, draft = Fuzzy(divergence=limit), drawn(SHAPES["1"], "sampled")
+        heads: Joint = defaultdict(Fraction)
+        for chance, accepted, bonus in round_outcomes(rule, draft, p, q, False):
+            heads[(*accepted, bonus)[:1]] += chance
+        trusted.append(divergence(p[()], q[()]) <= limit)
+        expected = q[()] if trusted[-1] else p[()]
+        assert list(marginal_vector(heads, 3)) == list(expected)
+        if trusted[-1]:
+            assert accepted_lengths(rule, draft, p, q, False) == {1: 1}
+    assert len({*trusted}) == 2 or kind != "dense"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
     """Yin's bound, by enumeration: the output's total variation from p is min(bias, TV(p, q)), with
@@ -186,6 +224,7 @@ LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
         for defer in ("chow", "diff", "opt")
     },
     "bounded": lambda x: BoundedSampling(bias=x),  # type: ignore[arg-type]
+    "fuzzy": lambda x: Fuzzy(divergence=float(x) * math.log(2)),
 }
 
 
@@ -500,6 +539,7 @@ def test_rules_without_features_need_logits_only() -> None:
             lambda: Sigmoid(low=1.0, high=1.0),
             r"acceptance\.high=1\.0: use more than acceptance\.low=1\.0",
         ),
+        (lambda: Fuzzy(divergence=-0.1), r"acceptance\.divergence=-0\.1: use 0 nats or more"),
         (lambda: Rollback(-1), r"acceptance\.rollback=-1: use 0 nats or more"),
         (lambda: LooseMatch(entropy=1.5), r"acceptance\.entropy=1\.5: it is a share"),
         (lambda: LooseMatch(window=0), r"acceptance\.window=0: use 1 or more"),

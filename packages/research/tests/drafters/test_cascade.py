@@ -217,7 +217,12 @@ def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[l
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "settings",
-    [{"handover": 2}, {"qualify": 0.01}, {"handover": 1, "ahead": 0, "inner": "medusa"}],
+    [
+        {"handover": 2},
+        {"qualify": 0.01},
+        {"divergence": 0.7, "helper": HELPERS["small model"]},
+        {"handover": 1, "ahead": 0, "inner": "medusa"},
+    ],
     ids=str,
 )
 def test_output_is_the_targets(
@@ -268,9 +273,55 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
         torch.testing.assert_close(lenient_log_q, strict_log_q)
 
 
+def test_a_helper_is_trusted_where_the_two_hardly_diverge(
+    shallow: Target, prompts: list[list[int]]
+) -> None:
+    """At every node q is the helper's where the Jensen-Shannon divergence of the two, computed
+    alone, is at most the threshold, and inner's elsewhere.
+    """
+    path = [[40], [41], [42], [43]], [[0], [1], [2], [3]]
+    probe = Probe(*(([token], [parent]) for token, parent in zip(*path)))
+
+    def draft_log_q(drafter: Any) -> list[torch.Tensor]:
+        proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
+        return list(probe.log_q)
+
+    helper = HELPERS["small model"]
+    strict = make_drafter(shallow, inner=INNER, helper=helper)
+    turned = make_drafter(shallow, inner=helper, helper=INNER)
+    for own, other in ((turned.inner, strict.helper), (turned.helper, strict.inner)):
+        own.load_state_dict(other.state_dict())
+    inner_log_q, helper_log_q = draft_log_q(strict), draft_log_q(turned)
+    divergences = []
+    for p, q in zip(inner_log_q, helper_log_q):
+        mean = ((p.exp() + q.exp()) / 2).double()
+        parts = [(x.double().exp() * (x.double() - mean.log())).sum().detach() for x in (p, q)]
+        divergences.append(float(sum(parts)) / 2)
+    # Between the second and the third of five.
+    middle = sum(sorted(divergences)[1:3]) / 2
+    for threshold in (0.0, middle, 0.7):
+        drafter = make_drafter(shallow, inner=INNER, helper=helper, divergence=threshold)
+        drafter.load_state_dict(strict.state_dict())
+        for log_q, p, q, distance in zip(
+            draft_log_q(drafter), inner_log_q, helper_log_q, divergences, strict=True
+        ):
+            expected = q if distance <= threshold else p
+            torch.testing.assert_close(log_q.exp(), expected.exp(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_part_of_the_vocabulary_cannot_be_compared(
+    shallow: Target, prompts: list[list[int]]
+) -> None:
+    drafter = make_drafter(shallow, inner=EAGLE3, helper=INNER, ahead=0, handover=2, divergence=0.1)
+    with pytest.raises(UserError, match="inner drafts from a part of the vocabulary"):
+        decode(shallow, prompts[:1], Greedy(), 4, drafter, Chain(3))
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
+        ({"divergence": -1.0}, "drafter.divergence=-1.0: use 0 nats or more"),
+        ({"divergence": 0.1, "qualify": 0.5}, "drafter.qualify=0.5: a guess passes by a ratio"),
         ({"inner": EAGLE3}, "drafter.ahead=4: eagle3 cannot run several tokens"),
         ({"ahead": 0}, "drafter.ahead=0: the helper would not run"),
         ({"ahead": -1}, "drafter.ahead=-1: use 0 or more"),

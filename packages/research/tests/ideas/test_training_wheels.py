@@ -1,5 +1,6 @@
 """A student that may ask its teacher: the equations of the best policy, the loss, and decoding."""
 
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain
 from spectrain_research.exits.rule import Unverified
 from spectrain_research.training_wheels.drafter import TrainingWheels
-from spectrain_research.training_wheels.losses import asking_error, writing_error
+from spectrain_research.training_wheels.losses import asking_error, span_errors, writing_error
 from tests.targets import cut_tiny
 
 WORDS = 3
@@ -94,6 +95,56 @@ def test_the_best_policy_is_consistent_and_no_other_is_better(seed: int, price: 
         assert problem.evaluate(changed, ()) < best
 
 
+@pytest.mark.parametrize("span", [1, 2, 3, 9])
+def test_spans_of_the_best_policy_are_consistent(span: int) -> None:
+    """Every text is a row. Spans that write have no inconsistency; those that ask first have none
+    in the mean over the token that the teacher writes.
+    """
+    problem = Problem(4, 1.5)
+    texts = list(itertools.product(range(WORDS), repeat=LENGTH))
+    columns: list[list[Tensor]] = [[], [], [], []]
+    for text in texts:
+        for position, word in enumerate(text):
+            prefix = text[:position]
+            log_policy = problem.policy[prefix]
+            writes = torch.log1p(-log_policy[-1].exp())
+            drop = problem.values[prefix] - problem.values[(*prefix, word)]
+            parts = (drop, log_policy[-1] - writes, log_policy[word] - writes)
+            for column, part in zip(columns, (*parts, problem.teacher[prefix][word])):
+                column.append(part)
+    drop, ask_logits, student, teacher = map(torch.stack, columns)
+    writing = writing_error(drop, ask_logits, student, teacher)
+    asking = asking_error(drop, ask_logits, torch.tensor([1.5], dtype=torch.float64))
+    is_row = torch.ones(len(texts), LENGTH, dtype=torch.bool)
+    assert span_errors(writing, writing, is_row, span).abs().max() < 1e-9
+    chances = torch.stack(
+        [
+            torch.stack([problem.teacher[text[:n]][word] for n, word in enumerate(text)]).sum()
+            for text in texts
+        ]
+    ).exp()
+    errors = span_errors(asking, writing, is_row, span).view(len(texts), LENGTH)
+    assert (chances[:, None] * errors).sum(0).abs().max() < 1e-9
+    # Another student is consistent over no span.
+    other = span_errors(writing + 0.1, writing + 0.1, is_row, span).view(len(texts), LENGTH)
+    assert other[0].tolist() == pytest.approx([0.1 * min(span, LENGTH - n) for n in range(LENGTH)])
+
+
+def test_a_span_is_the_sum_of_its_actions_and_ends_with_the_answer() -> None:
+    """Two texts are packed into the first row; their spans do not meet."""
+    is_row = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    torch.manual_seed(0)
+    writing, first = torch.randn(2, int(is_row.sum()), dtype=torch.float64)
+    runs = [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
+    for span in (1, 2, 3, 20):
+        expected = [
+            float(first[row] + writing[run[place + 1 : place + span]].sum())
+            for run in runs
+            for place, row in enumerate(run)
+        ]
+        assert span_errors(first, writing, is_row, span).tolist() == pytest.approx(expected)
+
+
 def test_where_asking_is_dear_the_best_student_is_the_teacher() -> None:
     """Distillation is the limit: the policy is the teacher's and all values are 0."""
     problem = Problem(3, 60.0)
@@ -102,10 +153,10 @@ def test_where_asking_is_dear_the_best_student_is_the_teacher() -> None:
         assert abs(float(problem.values[prefix])) < 1e-9
 
 
-def make_drafter(target: Target, spread: float) -> TrainingWheels:
+def make_drafter(target: Target, spread: float, span: int = 1) -> TrainingWheels:
     """Make a drafter of one layer whose heads are random."""
     torch.manual_seed(5)
-    drafter = TrainingWheels(target, asks=0.4, num_layers=1)
+    drafter = TrainingWheels(target, asks=0.4, num_layers=1, span=span)
     with torch.no_grad():
         for head in (drafter.stop_head.output, drafter.value_head):  # type: ignore[union-attr]
             head.weight.normal_(std=spread * target.width**-0.5)
@@ -113,11 +164,12 @@ def make_drafter(target: Target, spread: float) -> TrainingWheels:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_loss_is_its_formula(target: Target, packed: bool) -> None:
+@pytest.mark.parametrize("span", [1, 3])
+def test_the_loss_is_its_formula(target: Target, packed: bool, span: int) -> None:
     """Computed text by text and token by token; the value after the answer is 0. The price rises
     where the drafter asks more than it may.
     """
-    drafter = make_drafter(target, 1.0)
+    drafter = make_drafter(target, 1.0, span)
     texts = [list(range(10, 22)), list(range(300, 307))]
     masks = [
         [3 <= position < 10 for position in range(12)],
@@ -137,6 +189,8 @@ def test_the_loss_is_its_formula(target: Target, packed: bool) -> None:
         write = drafter.stop_head(own).sigmoid()
         values = drafter.value_head(own)[:, 0]
         positions = [position for position in range(len(text) - 1) if mask[position + 1]]
+        residuals: list[float] = []
+        asked: list[float] = []
         for position in positions:
             after = values[position + 1] if position + 1 in positions else 0.0
             drop = values[position] - after
@@ -144,9 +198,13 @@ def test_the_loss_is_its_formula(target: Target, packed: bool) -> None:
             residual = (
                 drop + write[position].log() + log_q[position, token] - log_p[position, token]
             )
-            writing += float(residual.detach()) ** 2 / 2
-            asking += float((drop + (1 - write[position]).log() + drafter.price).detach()) ** 2 / 2
+            residuals.append(float(residual.detach()))
+            asked.append(float((drop + (1 - write[position]).log() + drafter.price).detach()))
             surplus += float(1 - write[position].detach()) - 0.4
+        for place in range(len(positions)):
+            later = sum(residuals[place + 1 : place + span])
+            writing += (residuals[place] + later) ** 2 / 2
+            asking += (asked[place] + later) ** 2 / 2
     assert float(losses.terms["writing"].detach()) == pytest.approx(writing, rel=1e-3)
     assert float(losses.terms["asking"].detach()) == pytest.approx(asking, rel=1e-3)
     losses.total.backward()

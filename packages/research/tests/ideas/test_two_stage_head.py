@@ -7,7 +7,9 @@ from torch import Tensor
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.candidates import IMPOSSIBLE
 from spectrain.errors import UserError
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
+from spectrain_research.no_positions.drafter import NoPositions
 from spectrain_research.two_stage_head.drafter import TwoStageHead, make_first_stage
 from spectrain_research.two_stage_head.head import FirstStage
 from tests.drafters.forced import shaken
@@ -93,3 +95,29 @@ def test_decoding_can_begin_in_inference_mode(shallow: Target) -> None:
 def test_a_rank_above_the_width_is_refused(shallow: Target) -> None:
     with pytest.raises(UserError, match=f"use {shallow.width} or less"):
         TwoStageHead(shallow, rank=shallow.width + 1)
+
+
+def test_all_parts_of_eagle4_fit_into_one_drafter(shallow: Target) -> None:
+    """With all candidates, a window and no positions it computes what the drafter without
+    positions does, with the full output layer over the same vocabulary.
+    """
+    vocab_size = shallow.head.vocab_size
+    settings = {"rank": 8, "candidates": vocab_size, "window": 3}
+    drafter = shaken(TwoStageHead(shallow, positions=False, **settings), shallow)
+    alone = NoPositions(shallow, vocab_size=vocab_size, window=3).eval()
+    own = drafter.state_dict()
+    own.pop("token_weights")
+    alone.load_state_dict(own, strict=True)
+    rotated = TwoStageHead(shallow, **settings).eval()
+    rotated.load_state_dict(drafter.state_dict())
+    torch.manual_seed(1)
+    tokens = torch.randint(3, vocab_size, (1, 6))
+    hidden = torch.randn(1, 6, shallow.width)
+    log_q = []
+    with torch.inference_mode():
+        for variant in (drafter, alone, rotated):
+            cache = TreeCache(1, 1, 8, "cpu")
+            states = variant.run(tokens, hidden, torch.arange(6)[None], cache, None)
+            log_q.append(variant.log_q(states))
+    torch.testing.assert_close(log_q[0], log_q[1])
+    assert not torch.allclose(log_q[0], log_q[2], atol=1e-3)
