@@ -97,7 +97,7 @@ def describe_speed(summary: Summary) -> Iterator[str]:
     prompts = count_prompts(summary["setting"]["prompts"])
     low, high = speedup.get("ci95") or (0.0, float("inf"))
     if not quotable:
-        verdict = ", which may not be quoted"
+        verdict = ", which is unreliable here"
     elif high < 1 or choose_fastest(summary) == AUTOREGRESSIVE:
         verdict = ", so use no drafter on this machine"
     else:
