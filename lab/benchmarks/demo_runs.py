@@ -200,6 +200,8 @@ def describe_run(row: dict[str, Any]) -> str:
 
 def demo_table(results: dict[str, Any]) -> str:
     """Return what docs/results/ shows: the gains of all runs together, and a row for each run."""
+    if not results["runs"]:
+        return "No finished demo is recorded yet."
     lines = [*list_totals(results), ""]
     titles = (
         *("run", "busy", "processes a core", "steps", "minutes", "prompts"),

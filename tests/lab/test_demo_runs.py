@@ -97,6 +97,11 @@ def test_the_table_marks_wrong_intervals(results: dict[str, Any]) -> None:
     assert "1 of 3 intervals contain it, 2 claim a direction, and 1 sentences are right" in table
 
 
+def test_a_table_without_runs_says_so() -> None:
+    """The page holds it until the first demo is recorded."""
+    assert demo_table({"runs": [], "gains": {}, "identical": 0}).startswith("No finished demo")
+
+
 def test_folders_without_a_demo_are_refused(tmp_path: Path) -> None:
     """One sentence says which folder, and what to give."""
     with pytest.raises(UserError, match="there is no such folder"):
