@@ -12,7 +12,7 @@ from typing import Any, cast
 from spectrain.decoding.session import Session
 from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.metrics import Turn
-from spectrain.eval.systems import System
+from spectrain.eval.systems import System, describe_tree
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 from spectrain.trees.base import RoundResult, WrappedBuilder
@@ -81,9 +81,9 @@ def record_drafts(
     """Return the lines of drafts.jsonl: one per prompt, then one that counts positions of the tree
     over all of them.
 
-    The last line says how often each position was drafted and accepted, as {"tree": {"rounds": R,
-    "places": {"0.1": [drafted, accepted]}}}. turns: every turn of the evaluation in the order of
-    its rows. texts: the user's first turn by the prompt's id.
+    The last line says how often each position was drafted and accepted, as {"tree": {"label":
+    "chain of 3", "rounds": R, "places": {"0.1": [drafted, accepted]}}}. turns: every turn of the
+    evaluation in the order of its rows. texts: the user's first turn by the prompt's id.
     """
     lines = []
     own = system.builder
@@ -134,7 +134,10 @@ def record_drafts(
         ".".join(map(str, position)): [drafted[position], accepted[position]]
         for position in sorted(drafted)
     }
-    return [*lines, {"tree": {"rounds": rounds, "places": counts}}]
+    return [
+        *lines,
+        {"tree": {"label": describe_tree(builder), "rounds": rounds, "places": counts}},
+    ]
 
 
 def choose_turns(turns: Sequence[Turn]) -> list[tuple[int, Turn]]:

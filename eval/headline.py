@@ -66,8 +66,12 @@ def _describe_steps(entry: Summary, gain: Summary) -> str:
     start = entry["drafters"][START]["pooled"]
     if own["ratio"] == 1 and start == entry["drafters"][DRAFTER]["pooled"]:
         return "; all of it is the fit of the initial weights"
-    text = f"; the fit reached {format_number(start)}, the steps after it {format_gain(own)}"
     ends = own["ci95"]
+    interval = format_interval(ends)
+    text = (
+        f"; the fit reached {format_number(start)}, and the steps after it made "
+        f"{own['ratio']:.2f} times that{f' (95 % {interval})' if interval else ''}"
+    )
     is_certain = ends is not None and (ends[0] > 1 or ends[1] < 1)
     return text if is_certain else f"{text}, which is uncertain"
 
@@ -97,7 +101,7 @@ def describe_speed(summary: Summary) -> Iterator[str]:
     prompts = count_prompts(summary["setting"]["prompts"])
     low, high = speedup.get("ci95") or (0.0, float("inf"))
     if not quotable:
-        verdict = ", which may not be quoted"
+        verdict = ", which is unreliable here"
     elif high < 1 or choose_fastest(summary) == AUTOREGRESSIVE:
         verdict = ", so use no drafter on this machine"
     else:
@@ -125,8 +129,8 @@ def _explain_speed(entry: Summary) -> str:
     cost = length / predicted
     free = length / (1 + cost * shares["draft"] / timed)
     return (
-        f": a round makes {length:.2f} tokens in the time of {cost:.2f} steps. Where verifying "
-        f"costs one step, it would be {free:.2f} times"
+        f": a round makes {length:.2f} tokens and takes as long as {cost:.2f} steps without a "
+        f"drafter. If verifying took one such step, it would be {free:.2f} times"
     )
 
 

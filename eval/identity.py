@@ -1,5 +1,6 @@
 """Whether drafted outputs are the target's own, token by token."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +10,7 @@ from spectrain.data.image_processor import get_images
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
+from spectrain.eval.time_limit import ScoreProgress
 from spectrain.models.architectures.quantized import is_quantized
 from spectrain.models.reference_model import compute_in_float64, generate, reference_model
 from spectrain.models.target import Target
@@ -69,7 +71,11 @@ class Identity:
 
 
 def check_identity(
-    target: Target, systems: list[System], turns: dict[str, list[Turn]], max_new_tokens: int
+    target: Target,
+    systems: list[System],
+    turns: dict[str, list[Turn]],
+    max_new_tokens: int,
+    progress: ScoreProgress | None = None,
 ) -> dict[str, Identity]:
     """Compare every output with its reference: `generate` for greedy decoding, our autoregressive
     run for sampling.
@@ -81,7 +87,14 @@ def check_identity(
     greedy = [
         system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random
     ]
-    plain = plain_outputs(target, turns[greedy[0]], max_new_tokens) if greedy else []
+    plain = []
+    if greedy:
+        answers = turns[greedy[0]]
+        progress = progress or ScoreProgress()
+        progress.begin("comparing with the target's own answer", len(answers))
+        for done, output in enumerate(plain_outputs(target, answers, max_new_tokens), 1):
+            plain.append(output)
+            progress.show(done)
     for system in systems:
         identity = identities[system.name] = Identity(
             system.rule.name, system.rule.lossless, reference_of(system.rule)
@@ -102,13 +115,11 @@ def reference_of(rule: AcceptanceRule) -> str:
     return "the target's distribution" if rule.lossless else "none: the rule is lossy"
 
 
-def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:
-    """Answer every turn's prompt with `generate`."""
+def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> Iterator[list[int]]:
+    """Yield the answer of `generate` to every turn's prompt."""
     with reference_model(target) as model:
-        return [
-            generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids)
-            for turn in turns
-        ]
+        for turn in turns:
+            yield generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids)
 
 
 def _compare_turn(

@@ -38,8 +38,8 @@ def check_no_leak(store: Datastore, prompts: Sequence[Prompt], setting: dict[str
     """
     facts = refuse_prompts(store, prompts)
     print(
-        f"{facts['near_duplicates']} of {len(prompts)} prompts resemble a question in "
-        f"{store.folder}."
+        f"check for leaks: {facts['near_duplicates']} of {len(prompts)} prompts resemble a "
+        f"question of the answers that retrieval copies from ({store.folder})"
     )
     setting["store"] = facts
 

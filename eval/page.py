@@ -177,6 +177,7 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "notes": [*list_findings(summary), *explain_numbers(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),
+        "tree_label": next((line["tree"].get("label") for line in lines if "tree" in line), None),
         "training": training_curves(metrics, id) if metrics else [],
         "config": (run / "config.yaml").read_text()
         if run is not None and (run / "config.yaml").exists()

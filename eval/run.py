@@ -216,7 +216,6 @@ class EngineAnswers(AnswerSource):
         if self.limit is not None:
             self._leave_out(self.limit)
         decoding.repeat(1 if changes_drafter else evaluation.repeats)
-        self.shown_progress.begin("comparing outputs with the target's")
         self._refuse_answers()
         turns = {system.name: decoding.turns[system.name] for system in decoding.systems}
         return Answers(turns, len(evaluation.chosen), decoding.left_out)
@@ -336,7 +335,11 @@ class EngineAnswers(AnswerSource):
             summaries[DRAFTER].guard = guard.summarize(drafted, target)
         if self.evaluation.check:
             identity = check_identity(
-                target, [*decoding.systems], decoding.turns, self.evaluation.max_new_tokens
+                target,
+                [*decoding.systems],
+                decoding.turns,
+                self.evaluation.max_new_tokens,
+                self.shown_progress,
             )
             for name, distribution in self._check_distribution().items():
                 identity[name].distribution = distribution

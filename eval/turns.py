@@ -344,6 +344,10 @@ class Interleaving:
             f"{duration} more"
         )
         repeats: dict[str, list[list[Turn]]] = {name: [] for name in names}
+        num_pairs = (times - 1) * len(self.batches) * len(self.systems)
+        done = 0
+        self.pace = Pace(num_pairs)
+        self.progress.begin("timing again, pair", num_pairs)
         for _ in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             for batch in self.batches:
@@ -355,6 +359,11 @@ class Interleaving:
                     turns[system.name] += pair_runs(
                         batch, {AUTOREGRESSIVE: plain, system.name: drafted}
                     )[system.name]
+                    done += 1
+                    self.progress.show(done)
+                self._print_progress(
+                    f"timed {done} of {num_pairs} pairs again  {self.pace.time_left(done)}"
+                )
             for name in names:
                 repeats[name].append(turns[name])
         self.turns |= {name: median_pairs(all_turns) for name, all_turns in repeats.items()}

@@ -47,6 +47,14 @@ class RunInterrupted(Exception):
         return RunInterrupted(message, self.status or SIGNAL_STATUS + signal.SIGTERM)
 
 
+def is_network_error(error: BaseException) -> bool:
+    """Tell whether a server could not be reached. The library that asks the hub has another name in
+    each of its releases, so the names of classes are compared.
+    """
+    names = {"TransportError", "ConnectionError"}
+    return any(kind.__name__ in names for kind in type(error).__mro__)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's or the system's error, for use in a message."""
     if isinstance(error, OSError) and error.strerror:

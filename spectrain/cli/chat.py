@@ -249,7 +249,7 @@ class TerminalChat:
         self.messages.append({"role": "user", "content": text})
         prompt = self.fit_prompt()
         limit = min(self.settings.max_new_tokens, self.target.max_length - len(prompt))
-        if limit < MIN_ANSWER_TOKENS:
+        if limit < min(MIN_ANSWER_TOKENS, self.settings.max_new_tokens):
             self.messages.pop()
             self.output.show_note(
                 f"{len(prompt)} tokens leave no room for an answer in {self.target.max_length}; "

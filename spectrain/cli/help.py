@@ -49,11 +49,22 @@ COMMANDS = add_installed_commands(
 )
 
 
-def format_overview() -> str:
-    """List all commands, one line each."""
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  spectrain {name:{width}}{command.about}" for name, command in COMMANDS.items()]
-    return str(HELP_DATA["overview"]).format(commands="\n".join(lines).strip()).rstrip()
+def format_overview(group: str | None = None) -> str:
+    """List all commands, or those whose first word is the group, with what each one does."""
+    words = HELP_DATA["overview" if group is None else "group_overview"]
+    commands = {
+        name: command.about
+        for name, command in COMMANDS.items()
+        if group is None or name.startswith(f"{group} ")
+    }
+    return "\n\n".join(
+        [
+            wrap_text(words["about"].format(group=group), "  ", ""),
+            *([format_list(words["first"], widest=44)] if "first" in words else []),
+            format_section("Commands", format_list(commands)),
+            wrap_text(words["note"].format(group=group), ""),
+        ]
+    )
 
 
 def split_help_topic(words: list[str]) -> tuple[str | None, list[str]]:
@@ -307,11 +318,11 @@ def cut_line(text: str) -> str:
     return f"{words if len(words) > width / 2 else kept} .."
 
 
-def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
-    """List names with their descriptions in a column; the description of a long name goes below
-    it.
+def format_list(entries: Mapping[str, str], indent: str = "  ", widest: int = 30) -> str:
+    """List names with their descriptions in a column that begins at `widest` or before; the
+    description of a longer name goes below it.
     """
-    column = min(30, max((len(name) for name in entries), default=0) + 2)
+    column = min(widest, max((len(name) for name in entries), default=0) + 2)
     lines = []
     for name, meaning in entries.items():
         if len(name) + 2 > column and meaning:

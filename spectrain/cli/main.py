@@ -134,7 +134,9 @@ def dispatch_command(arguments: list[str]) -> None:
     words = arguments[count:]
     if name not in COMMANDS:
         inside = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
-        if inside and (len(arguments) == 1 or arguments[1] in HELP_WORDS):
+        if inside and arguments[1:] and {*arguments[1:]} <= {*HELP_WORDS, "all"}:
+            return print(format_overview(arguments[0]))
+        if inside and len(arguments) == 1:
             raise UserError(
                 f"{arguments[0]}: say which, as in "
                 f"{', '.join(f'spectrain {command}' for command in inside)}"

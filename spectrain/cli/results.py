@@ -65,7 +65,8 @@ class EvalResult(Mapping[str, Any]):
             format_number(self.acceptance_length, self.acceptance_interval, " tokens per forward"),
             format_number(self.speedup, self.speedup_interval, " times as fast"),
         ]
-        return f"EvalResult({', '.join(filter(None, numbers))})"
+        label = self.summary.get("label")
+        return f"EvalResult({f'{label}: ' if label else ''}{', '.join(filter(None, numbers))})"
 
 
 @dataclass(frozen=True, repr=False)

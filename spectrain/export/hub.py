@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, is_network_error
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
@@ -36,10 +36,12 @@ def push(directory: Path, repo: str, private: bool) -> str:
         raise UserError(
             f"push={repo}: this is not the name of a repository; write ORG/NAME"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:
+        if not (isinstance(error, (HfHubHTTPError, OSError)) or is_network_error(error)):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"push={repo}: the upload failed ({reason}); the files are in {directory}, log in "
-            "with hf auth login and try again"
+            f"push={repo}: the upload failed ({reason}); log in with hf auth login, or wait for "
+            "the network, and try again"
         ) from error
     return address

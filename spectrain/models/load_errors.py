@@ -8,10 +8,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import RunError, UserError, describe_error, first_line
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from spectrain.errors import RunError, UserError, describe_error, first_line, is_network_error
 
 from .architectures.quantized import Quantization, required_package
 from .rope import FORMS, RopeError, read_rope
+
+HUB_SECONDS = 10.0
+"""Seconds within which the hub must answer."""
+
+
+def check_hub(model: str) -> None:
+    """Raise UserError for a name whose files are not on this machine where the hub cannot be
+    reached; the libraries would ask for half a minute first. Other faults are left to them.
+    """
+    try:
+        if try_to_load_from_cache(model, "config.json") is None:
+            HfApi().model_info(model, timeout=HUB_SECONDS)
+    except OfflineModeIsEnabled:
+        return
+    except Exception as error:
+        if not is_network_error(error):
+            return
+        raise UserError(
+            f"target.model={model}: there is no such directory, and the hub cannot be reached "
+            f"({first_line(error)}); give a model directory, or a name that was downloaded before"
+        ) from error
 
 
 @contextmanager

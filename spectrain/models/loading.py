@@ -44,7 +44,7 @@ from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles, check_index
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
-from .load_errors import explain_load_failure, suggest_package
+from .load_errors import check_hub, explain_load_failure, suggest_package
 from .model_sizes import check_model_directory, check_shape, is_number
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
@@ -377,6 +377,8 @@ def load_config(model: str, path: Path, **hub: Any) -> Any:
     UserError for what no model has.
     """
     check_model_directory(path)
+    if not path.exists():
+        check_hub(model)
     config = AutoConfig.from_pretrained(model, **hub)
     check_shape(config.get_text_config(), path / "config.json")
     return config

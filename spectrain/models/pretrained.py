@@ -44,6 +44,8 @@ REAL_DTYPES = ("F", "BF")
 SCALES = (".weight_scale", ".weight_scale_inv")
 """Ends of the names of tensors by which quantized weights are multiplied."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
+BAR_DELAY = 3.0
+"""Seconds after which a bar of transformers is shown: small models are loaded before."""
 ADVICE = "save the model again with all its weights, or use another checkpoint"
 
 
@@ -87,9 +89,10 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
 
 @contextmanager
 def clear_bars() -> Iterator[None]:
-    """Let the bars of transformers vanish where they end, in place of remaining on the screen."""
+    """Let the bars of transformers appear after some seconds alone, and vanish where they end."""
+    changes = {"leave": False, "delay": BAR_DELAY}
     transformers_logging.set_tqdm_hook(
-        lambda make_bar, args, options: make_bar(*args, **{**options, "leave": False})
+        lambda make_bar, args, options: make_bar(*args, **{**options, **changes})
     )
     try:
         yield

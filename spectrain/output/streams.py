@@ -19,6 +19,10 @@ from .text import clean_text
 CURSOR_MOVES = re.compile("(\r|\x1b\\[A)")
 
 
+COLOUR_RESET = "\x1b[0m"
+"""The sequence with which colorama, which numba starts, ends a process on a terminal."""
+
+
 class CleanStream:
     """A stream that shows control characters and masks secrets. Consoles of rich, which clean
     their texts, write past it.
@@ -32,6 +36,9 @@ class CleanStream:
 
     def write(self, text: str) -> int:
         """Write a text; of a progress bar on a terminal, the moves of the cursor stay."""
+        if text == COLOUR_RESET and self.rich_proxied_file.isatty():
+            self.rich_proxied_file.write(text)
+            return len(text)
         parts = CURSOR_MOVES.split(text) if self.keeps_bars else [text]
         # Every second part is a move.
         self.rich_proxied_file.write(

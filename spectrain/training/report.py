@@ -52,7 +52,7 @@ class TrainingReport:
             )
             print(
                 f"start, before step 1: {history.start:.3f} tokens per forward over "
-                f"{history.num_places:,} held-out places{interval}, measured in "
+                f"{history.num_places:,} held-out positions{interval}, measured in "
                 f"{history.newest_seconds:.1f} s",
                 flush=True,
             )

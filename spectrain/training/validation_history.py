@@ -40,8 +40,8 @@ class HeldOutGain:
             values = f"{self.start:.3f} -> {self.end:.3f} tokens per forward"
             bounds = self.interval
             end = self._describe_result()
-        places = f"over {self.num_places:,} places{format_difference(bounds)}"
-        return f"{how}: {values} {places}" + (f"; {end}" if end else "")
+        positions = f"over {self.num_places:,} held-out positions{format_difference(bounds)}"
+        return f"{how}: {values} {positions}" + (f"; {end}" if end else "")
 
     def _describe_result(self) -> str:
         """Return what else there is to know of a result with the weights of a step."""

@@ -234,6 +234,15 @@ def test_questions_that_leave_no_room_are_refused(tiny: Target, chat_session: Te
     assert chat_session.messages == [] and "fewer words" in get_output(chat_session).notes[-1]
 
 
+def test_a_short_answer_needs_no_more_room_than_it_takes(tiny: Target) -> None:
+    """With a limit of a few tokens, a question is answered with so many."""
+    chat = TerminalChat(
+        Chat(max_new_tokens=4), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), RecordingOutput()
+    )
+    generation = chat.answer_question("What is a bee?")
+    assert generation is not None and len(generation.output) == 4
+
+
 def test_an_interrupt_keeps_the_beginning(tiny: Target, chat_session: TerminalChat) -> None:
     """Ctrl-C ends the answer; its beginning is the answer that is remembered."""
     show = get_output(chat_session).show_pieces

@@ -97,7 +97,7 @@ def test_every_command_has_help() -> None:
     """
     assert set(cli.COMMAND_TASKS) == set(help.COMMANDS)
     for name, command in help.COMMANDS.items():
-        assert f"spectrain {name} " in help.format_overview()
+        assert re.search(rf"^  {name}  +{command.about[:20]}", help.format_overview(), re.MULTILINE)
         assert 2 <= len(command.examples) <= 5 and command.about and command.results
 
 
@@ -218,7 +218,14 @@ def test_recipes_are_listed_and_described(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "runs"], ["--version"]],
+    [
+        ["--help"],
+        ["help"],
+        ["train", "recipe=eagle3", "-h"],
+        ["help", "runs"],
+        ["data", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Wherever it is asked for, it is shown with status 0."""
@@ -256,6 +263,17 @@ def test_help_fits_two_screens(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     everything = help.explain_command(name, words, "all")
     for key in command.keys:
         assert f"\n  {key}=" in shown or f"\n  {key}=" not in everything
+
+
+@pytest.mark.parametrize("group", [None, "data", "bench"])
+def test_the_overview_fits_two_screens(group: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns it has at most 48 lines; that of a group lists the commands of this group."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help.format_overview(group).splitlines()
+    assert len(lines) <= 48 and all(len(line) <= 80 for line in lines)
+    for name in help.COMMANDS:
+        is_listed = any(line.startswith(f"  {name} ") for line in lines)
+        assert is_listed == (group is None or name.startswith(f"{group} "))
 
 
 def test_help_shows_one_group(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -130,6 +130,7 @@ def test_results_are_typed_and_plain(namespace: dict[str, Any]) -> None:
     assert json.loads(json.dumps(run.to_dict()))["folder"] == str(run) == "runs/python"
     shown = [repr(value) for value in (run, summary, drafter, namespace["target"])]
     assert all("\n" not in line and len(line) < 200 for line in shown)
+    assert shown[1].startswith(f"EvalResult({summary['label']}: ")
     assert shown[2] == "Drafter(eagle3, target=tiny, tree=eagle2, 'runs/python')"
     assert shown[3] == "Target('tiny', LlamaForCausalLM, 8 layers, float32, cpu)"
     assert repr(namespace["results"][0]).startswith("Answer('")

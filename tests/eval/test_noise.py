@@ -26,6 +26,7 @@ from spectrain.eval.noise import (
 )
 from spectrain.eval.notes import describe_doubts
 from spectrain.eval.systems import Decoder, System
+from spectrain.eval.time_limit import ScoreProgress
 from spectrain.eval.turns import Interleaving
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -215,6 +216,17 @@ def decode_interleaved_turns(decoder: Scripted, count: int) -> Interleaving:
     return decoding
 
 
+class RecordedProgress(ScoreProgress):
+    """Keeps what a score shows of its progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    def show(self, done: int) -> None:
+        self.shown.append(f"{self.text} {done} of {self.total}")
+
+
 @pytest.mark.parametrize("times", [2, 4])
 def test_unsteady_times_are_measured_again(times: int) -> None:
     """Where two of eight baselines were slowed, every pair is decoded again in turn, and that is
@@ -225,7 +237,12 @@ def test_unsteady_times_are_measured_again(times: int) -> None:
     assert is_unsteady([decoding.turns["drafter"]])
     decoding.repeat(1)
     assert decoding.repeats == 1
+    decoding.progress = RecordedProgress()
     decoding.repeat(times)
+    pairs = 8 * (times - 1)
+    assert decoding.progress.shown == [
+        f"timing again, pair {done} of {pairs}" for done in range(pairs + 1)
+    ]
     assert decoding.repeats == times and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
     assert len(decoding.turns["drafter"]) == 8 and baseline_jitter(decoding.turns["drafter"]) < 0.05
     steady = decode_interleaved_turns(Scripted(set()), 8)

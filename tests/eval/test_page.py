@@ -368,6 +368,9 @@ def test_answers_are_complete(browser: Browser, folders: dict[str, Path], name: 
     *turns, _ = read_lines(folders[name], "drafts.jsonl")
     assert read_answers(page) == ["".join(turn["pieces"]) for turn in turns]
     assert page.locator(".rest").count() == 0
+    tree = "eagle2, 8 nodes" if name == "eagle3" else "chain of 3"
+    legend = page.locator(".legend").first.inner_text()
+    assert legend.startswith(f"Decoded with the drafter, {tree}. ")
     if name != "ngram":  # a lookup finds no draft where nothing repeats
         drafted = page.locator(".spelled tbody tr td:nth-child(2)").all_inner_texts()
         assert drafted and all(int(text) > 0 for text in drafted)
@@ -415,7 +418,7 @@ def test_numbers_stand_next_to_names_on_a_phone(
         assert first is not None and title is not None
         assert abs(first["y"] - title["y"]) < title["height"]
     assert page.evaluate(
-        "Array.from(document.querySelectorAll('.scroll:has(.stack)'))"
+        "Array.from(document.querySelectorAll('.scroll:has(.stack, .spelled)'))"
         ".every(box => box.scrollWidth <= box.clientWidth)"
     )
     page.close()
@@ -450,6 +453,19 @@ CONTRASTS = """() => {
             return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
         });
 }"""
+
+
+def test_texts_of_charts_are_readable_on_a_phone(
+    browser: Browser, folders: dict[str, Path]
+) -> None:
+    """A figure shrinks to the window, and its labels stay 8 pixels high or more."""
+    page, _ = open_page(browser, folders["eagle3"] / "report.html", "phone")
+    heights = page.evaluate(
+        "Array.from(document.querySelectorAll('.gain text, .learning text'),"
+        " text => text.getBoundingClientRect().height)"
+    )
+    assert len(heights) > 10 and min(heights) >= 8
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

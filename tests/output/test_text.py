@@ -181,6 +181,22 @@ def test_progress_bars_of_a_terminal_still_move() -> None:
         assert stream.getvalue() == expected
 
 
+def test_the_end_of_colours_alone_passes_to_a_terminal() -> None:
+    """colorama writes it when a process ends; a file and a longer text show it."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, text, expected in (
+        (Terminal(), "\x1b[0m", "\x1b[0m"),
+        (Terminal(), "a \x1b[0m", "a \\x1b[0m"),
+        (io.StringIO(), "\x1b[0m", "\\x1b[0m"),
+    ):
+        CleanStream(stream).write(text)
+        assert stream.getvalue() == expected
+
+
 @contextmanager
 def captured_command(*words: str) -> Iterator[tuple[io.StringIO, list[int]]]:
     """Run the command line with these words; yield what it prints and its exit status."""

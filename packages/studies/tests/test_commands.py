@@ -14,6 +14,7 @@ from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
 from spectrain.data.readers import ConversationReader
 from spectrain.models.bundled import load_tiny_tokenizer
+from spectrain_studies.planning.table import format_bytes, format_hours
 from tests.cli.test_gguf import run
 from tests.conf.test_conf import compose_settings
 from tests.models.checkpoints import save_gguf_file
@@ -105,6 +106,16 @@ def test_a_dry_run_plans_before_it_shows_samples(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_sizes_and_times_have_units_that_fit() -> None:
+    """Terabytes and minutes stand where gigabytes and hours would need exponents."""
+    assert [format_bytes(size) for size in (5e6, 2.5e9, 9.99e11, 6.55e12)] == [
+        *("5 MB", "2.5 GB", "999 GB", "6.55 TB")
+    ]
+    assert [format_hours(hours) for hours in (0.0982, 1.0, 2.38)] == [
+        *("5.9 minutes", "1 hour", "2.38 hours")
+    ]
+
+
 @pytest.mark.parametrize("fits", [True, False, None])
 def test_a_plan_begins_with_its_verdict(
     fits: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,7 +132,7 @@ def test_a_plan_begins_with_its_verdict(
     first = printed[0].splitlines()[0]
     expected = {True: "It fits in 80 GB", False: "It does not fit in", None: "It takes "}
     assert first.startswith(expected[fits])
-    assert " of memory a device, " in first and " hours, " in first and " on disk" in first
+    assert " of memory a device, " in first and " minutes, " in first and " on disk" in first
     assert "spectrain serve" not in printed[0] and "spectrain serve" in printed[1]
     # What this process composes next is for its own device.
     here = "gpu" if torch.cuda.is_available() else "cpu"

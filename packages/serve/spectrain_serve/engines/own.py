@@ -67,7 +67,7 @@ class OwnStarter(EngineStarter):
             "tokens": self.settings.draft_tokens or launch.drafter.num_tokens,
             "host": self.settings.host,
             "port": self.settings.port,
-            "name": self.settings.model or "spectrain",
+            "name": launch.served_name,
         }
         words = [f"{key}={value}" for key, value in options.items()]
         return EngineCommand([self.settings.python or sys.executable, "-m", MODULE, *words])

@@ -208,7 +208,9 @@ class OwnEngine:
         body = parse_completion(content, is_chat)
         target = self.thread.target
         if body.model is not None and body.model != self.name:
-            raise Refusal(404, f"model: this engine serves {self.name} and no other one")
+            raise Refusal(
+                404, f'model: this engine serves {self.name} alone; send "model": "{self.name}"'
+            )
         too_long = (
             f"the prompt and its answer exceed the context of {target.max_length} tokens; "
             "shorten them"

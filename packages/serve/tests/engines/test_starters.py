@@ -20,6 +20,7 @@ from spectrain_serve.engines.llamacpp import (
 )
 from spectrain_serve.engines.llamacpp_command import LlamaCppSettings, serve_llamacpp
 from spectrain_serve.engines.llamacpp_server import LlamaCppServer
+from spectrain_serve.engines.own import OwnServer
 from spectrain_serve.engines.sglang import SglangStarter
 from spectrain_serve.engines.starters import find_starter
 from spectrain_serve.engines.vllm import PLUGINS, VllmStarter, prepare_states_folder, start_vllm
@@ -284,3 +285,11 @@ def test_where_the_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / INSTALLED).touch()
     assert find_program(None) == str(tmp_path / INSTALLED)
     assert find_program(str(tmp_path / "nothing")) is None
+
+
+def test_our_engine_answers_to_the_served_name() -> None:
+    """A request names the target, as with other engines, or what server.model says."""
+    for model, name in ((None, EAGLE.served_name), ("mine", "mine")):
+        server = OwnServer(EngineSettings(model=model))
+        launch = server.settings.complete_launch(EAGLE)
+        assert f"name={name}" in find_starter(server).make_command(launch).arguments

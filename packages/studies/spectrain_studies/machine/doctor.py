@@ -11,11 +11,13 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
 from rich.text import Text
 
 from spectrain.config.signatures import PACKAGE_ROOT
@@ -77,9 +79,10 @@ def run_doctor(words: list[str]) -> int:
         }
         print(json.dumps({"ok": not lacking, "missing": lacking, "findings": entries}, indent=2))
     else:
+        width = max(len(check.name) for check in checks)
         console = make_console(highlight=False, soft_wrap=True)
         for finding in checks:
-            console.print(format_line(finding, max(len(check.name) for check in checks)))
+            console.print(format_line(finding, width, console))
         print(
             f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
             if lacking
@@ -88,11 +91,17 @@ def run_doctor(words: list[str]) -> int:
     return 1 if lacking else 0
 
 
-def format_line(finding: Diagnosis, width: int) -> Text:
-    line = Text(f"{finding.name:{width}}  ").append(
+def format_line(finding: Diagnosis, width: int, console: Console) -> Text:
+    """Return a finding as one line; on a terminal its text is wrapped in a column of its own."""
+    head = Text(f"{finding.name:{width}}  ").append(
         f"{finding.status:7}", STATUS_COLOURS[finding.status]
     )
-    return line.append(f"  {finding.text}" + (f"; {finding.mend}" if finding.mend else ""))
+    text = f"  {finding.text}" + (f"; {finding.mend}" if finding.mend else "")
+    column = console.width - len(head)
+    if not console.is_terminal or column < 30:
+        return head.append(text)
+    lines = textwrap.wrap(text, column, subsequent_indent="  ", break_on_hyphens=False)
+    return head.append(f"\n{' ' * len(head)}".join(lines))
 
 
 def run_checks() -> Iterator[Diagnosis]:
@@ -153,8 +162,10 @@ def check_devices() -> Iterator[Diagnosis]:
 
     from spectrain.provenance import processor_name
 
-    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    yield Diagnosis("CPU", "ok", f"{processor_name()}, {threads}")
+    count = torch.get_num_threads()
+    threads = f"{count} thread{'s' * (count != 1)}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    yield Diagnosis("CPU", "ok", f"{processor_name()}, {threads}, {instructions}")
     if not torch.cuda.is_available():
         blind = Path("/dev/nvidia0").exists()
         mend = (

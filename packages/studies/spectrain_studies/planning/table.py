@@ -37,7 +37,8 @@ def print_plan(summary: dict[str, Any]) -> None:
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
         "tokens",
-        f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, "
+        f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} "
+        f"epoch{'' if tokens['epochs'] == 1 else 's'}, "
         f"{tokens['steps']} steps",
     )
     table.add_section()
@@ -71,7 +72,7 @@ def print_plan(summary: dict[str, Any]) -> None:
         f"{flops['step_per_token'] / 1e9:.3g} in the step"
     )
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
-    table.add_row("hours", describe_hours(hours_))
+    table.add_row("time", describe_hours(hours_))
     serving = summary["serving"]
     users = f"{serving['users']} text{'' if serving['users'] == 1 else 's'}"
     table.add_row(
@@ -98,14 +99,21 @@ def describe_hours(hours: dict[str, Any]) -> str:
     """
     if hours.get("is_of_other_device"):
         return "not known; spectrain plan times 20 steps on a CPU for them"
-    return f"{hours['value']:.3g} ({hours['basis']})"
+    return f"{format_hours(hours['value'])} ({hours['basis']})"
+
+
+def format_hours(hours: float) -> str:
+    """Format a duration in hours, and one below an hour in minutes."""
+    if hours < 1:
+        return f"{60 * hours:.2g} minutes"
+    return f"{hours:.3g} hour{'' if hours == 1 else 's'}"
 
 
 def describe_verdict(summary: dict[str, Any]) -> str:
     """Say whether the training fits, and the hours and the disk space that it takes."""
     memory = summary["memory"]
     hours = summary["hours"]
-    time = "" if hours.get("is_of_other_device") else f"{hours['value']:.3g} hours, "
+    time = "" if hours.get("is_of_other_device") else f"{format_hours(hours['value'])}, "
     needs = (
         f"{format_bytes(memory['peak_bytes'])} of memory a device, {time}"
         f"{format_bytes(summary['disk']['run_bytes'])} on disk"
@@ -116,8 +124,8 @@ def describe_verdict(summary: dict[str, Any]) -> str:
         )
     verdict = "It fits" if summary["fits"] else "It does not fit"
     return (
-        f"{verdict} in {format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what "
-        f"is no tensor: it takes {needs}"
+        f"{verdict} in {format_bytes(memory['limit_bytes'])}, {RESERVE:.0%} of them left free: it "
+        f"takes {needs}"
     )
 
 
@@ -155,6 +163,9 @@ def print_simulation(console: Console, simulation: dict[str, Any] | None) -> Non
 
 
 def format_bytes(size: float) -> str:
+    """Format bytes with three digits, in a unit of which there are less than a thousand."""
+    if size >= 1e12:
+        return f"{size / 1e12:.3g} TB"
     return f"{size / 1e9:.3g} GB" if size >= 1e7 else f"{size / 1e6:.3g} MB"
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectrain.cli import main as cli
 from spectrain.kernels import dispatch
+from spectrain.output.console import make_console
 from spectrain_studies.machine import doctor
 from spectrain_studies.machine import kernel_trials as trials
 
@@ -71,6 +72,19 @@ def test_a_line_for_each_finding_and_a_json_object(
         "tracker=wandb",
         "data=embedded",
     } <= set(report["findings"])
+
+
+def test_a_terminal_shows_texts_in_a_column() -> None:
+    """At 80 columns each line fits, and what continues a text stands below it."""
+    finding = doctor.Diagnosis("serving by vLLM", "missing", "not installed", "pip install " * 6)
+    terminal = make_console(force_terminal=True, width=80)
+    first, *others = doctor.format_line(finding, 26, terminal).plain.splitlines()
+    assert others and all(len(line) <= 80 for line in (first, *others))
+    assert {len(line) - len(line.lstrip()) for line in others} == {37}
+    words = first.split("missing")[1].split() + [word for line in others for word in line.split()]
+    assert " ".join(words) == f"{finding.text}; {finding.mend.strip()}"
+    file = make_console(force_terminal=False, width=80)
+    assert "\n" not in doctor.format_line(finding, 26, file).plain
 
 
 def remove_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
