@@ -108,10 +108,10 @@ def _add_later_keys_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(values_ptr + offset, mask=dim < SIZE, other=0.0).to(tl.float32)
         score = tl.sum(q * key[None, :], 1)
         above = tl.maximum(largest, score)
-        kept = tl.exp(largest - above)
+        decay = tl.exp(largest - above)
         added = tl.exp(score - above)
-        out = out * kept[:, None] + added[:, None] * value[None, :]
-        mass = mass * kept + added
+        out = out * decay[:, None] + added[:, None] * value[None, :]
+        mass = mass * decay + added
         largest = above
         offset += length * SIZE
     out = (out / mass[:, None]).to(out_ptr.dtype.element_ty)

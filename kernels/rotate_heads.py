@@ -34,9 +34,16 @@ def rotate_heads_reference(
 
 @jit
 def _turn_heads(  # type: ignore[no-untyped-def]
-    x_ptr, stride_h, out_ptr, cos, sin, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    stride_h,
+    out_ptr,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Write the rotated heads of one token."""
     head = tl.arange(0, BLOCK_H)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]

@@ -426,7 +426,7 @@ def training_case(
     outputs: list[dict[str, Tensor]] = []
     for kind, by_kernels in enumerate((True, False)):
         norms = [weights[kind][0], weights[kind][1]]
-        rotation = [part[kind] for part in products]
+        rotation = products[0][kind], products[1][kind], products[2][kind]
         cos, sin = angles.cos(), angles.sin()
         if by_kernels:
             parts = [embedded[kind], hidden[kind]]
@@ -446,7 +446,7 @@ def training_case(
         total = sum((part * part.detach()).sum() for part in (joined, unit, *rotated)) / 2
         leaves = [embedded[kind], hidden[kind], up[kind], weights[kind], *rotation]
         gradients = torch.autograd.grad(total + stream.sum(), leaves)
-        tensors = [part[kind].detach() for part in (q, first)]
+        tensors = q[kind].detach(), first[kind].detach()
         keys, values = (part[kind].detach() for part in later)
         rest = keys, values, grad_q[kind].detach().clone(), 0.5 * size**-0.5
         if by_kernels:

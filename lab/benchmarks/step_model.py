@@ -402,7 +402,7 @@ def modules_only() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (training_products, text_kernels, later_keys):
             stack.enter_context(patch.object(module, "takes_gradients", lambda x: False))
-        stack.enter_context(patch.object(linear_divergence, "KEPT_BYTES", 0))
+        stack.enter_context(patch.object(linear_divergence, "STORED_BYTES", 0))
         yield
 
 

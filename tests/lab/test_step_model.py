@@ -104,7 +104,7 @@ def test_the_draft_vocabulary_is_multiplied_once(by_kernels: PartCounter) -> Non
     they are computed again, those at borders of chunks more than once."""
     with patch.object(linear_divergence, "CHUNK_ROWS", 10):
         chunked = count_tiny()
-        with patch.object(linear_divergence, "KEPT_BYTES", 0):
+        with patch.object(linear_divergence, "STORED_BYTES", 0):
             again = count_tiny()
     name = "output layer and loss"
     repeated = 2 * SHAPE.label_rows * TINY.width * TINY.draft_vocab

@@ -77,8 +77,8 @@ def fuse_text_layers(model: nn.Module) -> None:
     """
     for module in model.modules():
         # A norm with a gate takes two tensors.
-        takes_one = len(inspect.signature(type(module).forward).parameters) == 2
-        if "forward" in vars(module) or not takes_one:
+        has_single_input = len(inspect.signature(type(module).forward).parameters) == 2
+        if "forward" in vars(module) or not has_single_input:
             continue
         if _is_norm(module):
             set_forward(module, MethodType(_norm_forward, module))
