@@ -25,6 +25,7 @@ __all__ = [
     "kernels_enabled",
     "run_on_cpu",
     "runs_on",
+    "takes_gradients",
     "tl",
     "triton",
 ]
@@ -55,6 +56,19 @@ def kernels_enabled(device: torch.device) -> bool:
 def runs_on(device: torch.device) -> bool:
     """Tell whether kernels are enabled and the device is one that they were configured for."""
     return kernels_enabled(device) and (device.type == "cpu" or _is_supported(device))
+
+
+def takes_gradients(x: torch.Tensor) -> bool:
+    """Tell whether the kernels that have gradients take a tensor: where kernels run, outside of
+    compiled code, which fuses the modules' own operations. The interpreter computes bfloat16
+    wrongly.
+    """
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return (
+        not torch.compiler.is_compiling()
+        and runs_on(x.device)
+        and x.dtype in (types[:2] if x.device.type == "cpu" else types)
+    )
 
 
 @cache

@@ -43,6 +43,10 @@ MAX_CPU_PRODUCTS = 1 << 23
 """Products that exist at one time on a CPU where few of them are used. For more, the C library
 returns the memory each time, and the page faults of a new allocation take longer than the
 computation."""
+STORED_BYTES = 1 << 30
+"""Bytes of the target's products with the draft vocabulary that a GPU keeps for all rows of a
+batch. Beyond that they are computed again, chunk by chunk.
+"""
 GPU_BLOCK_ROWS = 512
 """Rows of a chunk that torch processes at one time on a GPU without the kernel; temporary copies
 are that much smaller.
@@ -237,22 +241,23 @@ def restrict_target(
     """Return the most likely token [R] of a target's full vocabulary, and the target restricted to
     these entries.
 
-    The restricted target is renormalised, or keeps its own mass with `own_mass`. Rows of one chunk
-    are multiplied once: the products that decide the most likely token contain those of the
-    entries.
+    The restricted target is renormalised, or keeps its own mass with `own_mass`. The products that
+    decide the most likely token contain those of the entries; they are multiplied once where all
+    rows are one chunk, and on a GPU where those of the entries fit into `STORED_BYTES`.
     """
-    if len(split_rows(len(final), chunk)) > 1:
+    is_cpu = final.device.type == "cpu"
+    dtype = _product_dtype(head.weight)
+    fits = not is_cpu and len(final) * len(entries) * dtype.itemsize <= STORED_BYTES
+    if len(split_rows(len(final), chunk)) > 1 and not fits:
         best, log_z = argmax_and_log_z(final, head, chunk)
         return best, HeadTarget(final, head.select_entries(entries), log_z if own_mass else None)
-    block_rows = (
-        max(1, MAX_CPU_PRODUCTS // len(head.weight))
-        if final.device.type == "cpu"
-        else max(1, len(final))
-    )
+    block_rows = MAX_CPU_PRODUCTS // len(head.weight) if is_cpu else chunk or CHUNK_ROWS
+    entry_products = final.new_empty(len(final), len(entries), dtype=dtype)
     labels = []
     log_zs = []
-    products = []
-    for states in final.split(block_rows):
+    for states, products in zip(
+        *(rows.split(max(1, block_rows)) for rows in (final, entry_products))
+    ):
         logits = TargetLogits(head.compute_products(states), head.scale, head.softcap)
         if own_mass:
             block_labels, block_log_z = _argmax_and_log_z(logits)
@@ -260,9 +265,9 @@ def restrict_target(
         else:
             block_labels = _argmax_rows(logits)
         labels.append(block_labels)
-        products.append(logits.products[:, entries])
+        torch.index_select(logits.products, 1, entries, out=products)
     restricted = TargetLogits(
-        torch.cat(products), head.scale, head.softcap, torch.cat(log_zs) if own_mass else None
+        entry_products, head.scale, head.softcap, torch.cat(log_zs) if own_mass else None
     )
     return torch.cat(labels), CachedTarget(restricted)
 

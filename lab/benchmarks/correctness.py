@@ -24,8 +24,11 @@ from spectrain.kernels import (
     gated_unit,
     kv_append,
     kv_commit,
+    later_keys,
     linear_divergence,
+    norm_gradients,
     rotate_append,
+    rotate_heads,
     round_commit,
     row_kl,
     sampling_cuts,
@@ -38,7 +41,7 @@ from spectrain.kernels import (
     tree_walks,
 )
 from spectrain.kernels.counter import host_key
-from spectrain.kernels.dispatch import runs_on
+from spectrain.kernels.dispatch import runs_on, takes_gradients
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import random_tree
@@ -395,6 +398,82 @@ def step_case(
     return KernelOutcome(outputs[0], outputs[1], runs_on(device))
 
 
+def training_case(
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int],
+    width: int,
+    heads: tuple[int, int, int],
+    steps: int,
+) -> KernelOutcome:
+    """Compute what lies between the products of a training, and its gradients: norms side by side,
+    the gated unit, the rotation of query heads and key-value heads of a size, and the keys of later
+    steps, over texts of equal length."""
+    num_heads, kv_heads, size = heads
+    wide = torch.float64
+
+    def draw(*sizes: int) -> tuple[Tensor, Tensor]:
+        rounded = torch.randn(*sizes, device=device).to(dtype)
+        return rounded.requires_grad_(), rounded.detach().to(wide).requires_grad_()
+
+    hidden, embedded, up = draw(*shape, width), draw(*shape, width), draw(*shape, width)
+    weights = draw(2, width)
+    products = [draw(*shape, count * size) for count in (num_heads, kv_heads, kv_heads)]
+    angles = torch.rand(*shape, size // 2, device=device).mul(9).repeat(1, 1, 2)
+    q, first, grad, grad_q = (draw(shape[0], num_heads, shape[1], size) for _ in range(4))
+    later = [draw(shape[0], kv_heads, steps, shape[1], size) for _ in range(2)]
+    lse = torch.randn(shape[0], num_heads, shape[1], device=device)
+    outputs: list[dict[str, Tensor]] = []
+    for kind, by_kernels in enumerate((True, False)):
+        norms = [weights[kind][0], weights[kind][1]]
+        rotation = products[0][kind], products[1][kind], products[2][kind]
+        cos, sin = angles.cos(), angles.sin()
+        if by_kernels:
+            parts = [embedded[kind], hidden[kind]]
+            joined, stream = norm_gradients.join_norms(parts, norms, [1e-5, 1e-5], dtype)
+            unit = gated_unit.gated_unit(hidden[kind], up[kind])
+            rotated = rotate_heads.rotate_heads(*rotation, cos, sin)
+        else:
+            stream = hidden[kind]
+            normed = [
+                x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+                for x, weight in zip((embedded[kind], stream), norms)
+            ]
+            joined = torch.cat(normed, dim=-1)
+            unit = stream * stream.sigmoid() * up[kind]
+            rotated = rotate_heads.rotate_heads_reference(*rotation, cos.to(wide), sin.to(wide))
+        # Gradients of half their outputs' size, which differ by place.
+        total = sum((part * part.detach()).sum() for part in (joined, unit, *rotated)) / 2
+        leaves = [embedded[kind], hidden[kind], up[kind], weights[kind], *rotation]
+        gradients = torch.autograd.grad(total + stream.sum(), leaves)
+        tensors = q[kind].detach(), first[kind].detach()
+        keys, values = (part[kind].detach() for part in later)
+        rest = keys, values, grad_q[kind].detach().clone(), 0.5 * size**-0.5
+        if by_kernels:
+            attended, log_sum, share = later_keys.add_later_keys(
+                *tensors, lse, keys, values, rest[-1]
+            )
+        else:
+            attended, log_sum, share = later_keys.add_later_keys_reference(
+                *tensors, lse.to(wide), keys, values, rest[-1]
+            )
+        through = later_keys.later_gradients(
+            grad[kind].detach(), tensors[0], attended, (log_sum, share), *rest
+        )
+        outputs.append(
+            {
+                "joined": joined.detach(),
+                "unit": unit.detach(),
+                "attended": attended,
+                "log-sum-exp": log_sum,
+                **{f"rotated {number}": part.detach() for number, part in enumerate(rotated)},
+                **{f"gradient {number}": part for number, part in enumerate(gradients)},
+                **{f"later gradient {number}": part for number, part in enumerate(through)},
+            }
+        )
+    return KernelOutcome(outputs[0], outputs[1], takes_gradients(q[0]))
+
+
 def verify_case(
     dtype: torch.dtype,
     device: torch.device,
@@ -547,6 +626,22 @@ CHECKS: dict[str, KernelCheck] = {
             ),
         },
         {"B=2 F=3": partial(step_case, batch=2, nodes=3, width=24, heads=(4, 2, 16))},
+        {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
+    ),
+    "training_step": KernelCheck(
+        (norm_gradients, gated_unit, rotate_heads, later_keys),
+        {
+            "4 texts, 8B": partial(
+                training_case, shape=(4, 512), width=4096, heads=(32, 8, 128), steps=6
+            ),
+            "ragged, heads of 80": partial(
+                training_case, shape=(3, 77), width=1000, heads=(14, 2, 80), steps=1
+            ),
+            "1 token, heads of 256": partial(
+                training_case, shape=(1, 1), width=8192, heads=(16, 2, 256), steps=3
+            ),
+        },
+        {"2 texts": partial(training_case, shape=(2, 3), width=24, heads=(4, 2, 16), steps=2)},
         {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
     ),
     "append_children": KernelCheck(

@@ -5,10 +5,10 @@ that each part can reach. Nothing here needs a GPU, and no number was measured o
 
 Operations and the fewest bytes follow from shapes: every matrix product and every other kernel
 reads its inputs and writes its outputs once, in bfloat16, with queries, keys and values as one
-product, gate and up as another, and one kernel each for what lies between products. The bytes *now*
-are counted: the step runs on the device "meta", and every operation reads what it is given and
-writes what it makes. Autocast adds to them: its copies of weights and its norms in float32 are not
-counted, because weights are in bfloat16 here.
+product, gate and up as another, and one kernel each for what lies between products. The bytes by
+modules and by kernels are counted: the step runs on the device "meta", and every operation reads
+what it is given and writes what it makes. Autocast adds to them: its copies of weights are not
+counted, because weights are in bfloat16 here, and neither are the norms in float32 of its modules.
 
 Shapes: T tokens of a batch in texts of equal length, W width, H query heads, K key-value heads, D
 head size, I inner width, V draft vocabulary, R rows of the output layer, S draft steps.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest.mock import patch
@@ -32,7 +32,14 @@ from torch.utils.module_tracker import ModuleTracker
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.kernels import later_keys, linear_divergence
 from spectrain.models import attention as attention_module
+from spectrain.models.fast import (
+    fuse_text_layers,
+    merge_linears,
+    text_kernels,
+    training_products,
+)
 from spectrain.models.target import Target
 
 from .command import run_benchmark
@@ -247,36 +254,6 @@ def model_step(shape: StepShape, optimizer: str = "fused") -> dict[str, Work]:
     return parts
 
 
-def separate_bytes(rows: int, inputs: int, outputs: tuple[int, ...]) -> float:
-    """Return the bytes that products of the same inputs move more than one product does, with
-    their gradients, of which those of the inputs are added up.
-    """
-    parts = sum(
-        (product_work(rows, inputs, size, training=True).bytes for size in outputs), start=0.0
-    )
-    added = 3 * VALUE * rows * inputs * (len(outputs) - 1)
-    return parts + added - product_work(rows, inputs, sum(outputs), training=True).bytes
-
-
-def find_savings(shape: StepShape, now: dict[str, Work]) -> dict[str, float]:
-    """Return the bytes that each change takes from a step as it runs now."""
-    m = shape.model
-    parts = model_step(shape)
-    q, kv = shape.attended, shape.keys
-    draft = sum(now[name].bytes for name in BETWEEN) - parts["norms, rotation, gate"].bytes
-    target = sum(work.bytes for name, work in parts.items() if name.startswith("target"))
-    weights = trained_weights(m)
-    return {
-        "one kernel between products, draft steps": draft,
-        "one kernel between products, target": now["target"].bytes - target,
-        "one product for q, k, v": shape.steps
-        * separate_bytes(shape.tokens, 2 * m.width, (q, kv, kv)),
-        "one product for gate, up": shape.steps
-        * separate_bytes(shape.tokens, m.width, (m.inner, m.inner)),
-        "fused AdamW (built)": weights * (OPTIMIZER_BYTES["foreach"] - OPTIMIZER_BYTES["fused"]),
-    }
-
-
 class PartCounter(TorchDispatchMode):
     """Counts the operations and bytes of every operation that runs, by part of a step."""
 
@@ -311,6 +288,10 @@ class PartCounter(TorchDispatchMode):
         if not any(tensor.device == self.device for tensor in (*inputs, *outputs)):
             return out
         packet = func._overloadpacket
+        if packet is torch.ops.aten.embedding:
+            # It reads the rows that it writes, and no others.
+            self.bytes[BETWEEN[0]] += 2 * count_bytes(outputs[0]) + count_bytes(inputs[1])
+            return out
         part = self._find_part(packet, [*inputs, *outputs])
         if packet is torch.ops.aten.addmm:
             # torch's formula knows no sum in another type.
@@ -413,9 +394,23 @@ class StepModel:
             print(line)
 
 
-def count_now(shape: StepShape) -> dict[str, Work]:
-    """Count the step's operations one by one, as they run without a compiler, in bfloat16."""
+@contextmanager
+def modules_only() -> Iterator[None]:
+    """Run a step without the kernels that have gradients, with separate products, and without what
+    is kept of the target's logits.
+    """
+    with ExitStack() as stack:
+        for module in (training_products, text_kernels, later_keys):
+            stack.enter_context(patch.object(module, "takes_gradients", lambda x: False))
+        stack.enter_context(patch.object(linear_divergence, "STORED_BYTES", 0))
+        yield
+
+
+def count_parts(shape: StepShape) -> dict[str, Work]:
+    """Count the step's operations one by one, in bfloat16, as a GPU would run them."""
     target = build_meta_target(replace(shape.model, layers=3), torch.bfloat16)
+    merge_linears(target.model)
+    fuse_text_layers(target.model)
     drafter = random_drafter(target, shape.model, torch.bfloat16, shape.steps)
     counter = count_step(drafter, target, shape)
     parts = {name: counter.part_work(name) for name in sorted(counter.bytes)}
@@ -423,8 +418,21 @@ def count_now(shape: StepShape) -> dict[str, Work]:
     return parts
 
 
+def least_parts(shape: StepShape) -> dict[str, Work]:
+    """Return the fewest operations and bytes of the parts that are counted."""
+    totals: dict[str, Work] = {}
+    for name, work in model_step(shape).items():
+        part = name
+        if name.startswith(("target", "attention")):
+            part = name.split(":")[0].split(",")[0]
+        elif name == "norms, rotation, gate":
+            part = BETWEEN[0]
+        totals[part] = totals.get(part, Work()) + work
+    return totals
+
+
 def render_step(shape: StepShape) -> Iterator[str]:
-    """Yield the lines of the tables: the step by part, and its operations as they are now."""
+    """Yield the lines of the tables: the step by part, and what is counted of it."""
     yield "| part | TFLOP | GB | ms, H100 | of peak | ms, H200 | of peak |"
     yield "|---|---|---|---|---|---|---|"
     parts = model_step(shape)
@@ -439,16 +447,31 @@ def render_step(shape: StepShape) -> Iterator[str]:
             cells += [f"{seconds * 1e3:.1f}", f"{share:.0%}"]
         yield "| " + " | ".join(cells) + " |"
     yield ""
-    yield "| as it runs now, without a compiler | TFLOP | GB |"
-    yield "|---|---|---|"
-    now = count_now(shape)
-    for name, work in now.items():
-        yield f"| {name} | {work.flops / 1e12:.1f} | {work.bytes / 1e9:.1f} |"
-    yield ""
-    yield "| change | GB less | ms less, H200 |"
-    yield "|---|---|---|"
-    for name, moved in find_savings(shape, now).items():
-        yield f"| {name} | {moved / 1e9:.1f} | {Work(0, moved).seconds(GPUS[1]) * 1e3:.1f} |"
+    yield from render_counts(shape)
+
+
+def render_counts(shape: StepShape) -> Iterator[str]:
+    """Yield the lines of the table of counted operations and bytes, by modules and by kernels."""
+    yield (
+        "| counted | TFLOP, modules | TFLOP, kernels | GB, modules | GB, kernels | GB at least "
+        "| ms saved, H200 |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    with modules_only():
+        before = count_parts(shape)
+    now = count_parts(shape)
+    least = least_parts(shape)
+    columns = [*before, "all of these"]
+    for part in columns:
+        works = [
+            sum(parts.values(), start=Work()) if part == columns[-1] else parts.get(part, Work())
+            for parts in (before, now, {name: least.get(name, Work()) for name in before})
+        ]
+        saved = Work(works[0].flops - works[1].flops, 0).seconds(GPUS[1])
+        saved += Work(0, works[0].bytes - works[1].bytes).seconds(GPUS[1])
+        flops = [f"{work.flops / 1e12:.1f}" for work in works[:2]]
+        moved = [f"{work.bytes / 1e9:.1f}" for work in works]
+        yield "| " + " | ".join([part, *flops, *moved, f"{saved * 1e3:.1f}"]) + " |"
 
 
 if __name__ == "__main__":

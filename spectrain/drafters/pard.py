@@ -228,7 +228,8 @@ class Pard(SmallModelDrafter):
         for tokens, _ in batch.split_documents():
             source = sequence_generator(WITHOUT_FEATURES, self.seed, tokens, step)
             has_features = torch.full(
-                (len(tokens),), float(torch.rand((), generator=source) >= self.without)
+                (len(tokens),),
+                float(torch.rand((), generator=source, device="cpu") >= self.without),
             )
             has_features[0] = 0
             rows.append(has_features)
@@ -258,7 +259,7 @@ class Pard(SmallModelDrafter):
         for tokens, mask in batch.split_documents():
             ends = find_prefix_ends(mask, self.num_drafts - 1)
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
-            rank = torch.randperm(len(ends), generator=source)
+            rank = torch.randperm(len(ends), generator=source, device="cpu")
             prefix_counts = [
                 max(self.keep**depth, self.keep_least) * len(ends)
                 for depth in range(1, self.num_drafts)

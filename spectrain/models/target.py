@@ -29,7 +29,7 @@ from spectrain.trees.token_tree import TokenTree
 from .accelerator import accelerator
 from .architectures.base import Architecture
 from .architectures.detect import detect_architecture
-from .fast import speed_up_linears
+from .fast import speed_up_linears, use_text_kernels
 from .features import Features, Layer
 from .forward_plan import DEFAULT_PLAN, ForwardPlan, LayerSpan
 from .kv_cache import TreeCache
@@ -135,7 +135,8 @@ class Target(ModelParts):
 
     def pack_weights(self) -> None:
         """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on
-        a GPU one product for the linears that read the same input. A sharded target stays as it is,
+        a GPU one product for the linears that read the same input, and for features one launch for
+        what lies between products. A sharded target stays as it is,
         and so does one whose weights another model changes, because these hold copies.
         """
         if self.sharding == "none" and not self.shares_weights:
@@ -158,9 +159,9 @@ class Target(ModelParts):
     ) -> Features:
         """Return frozen features of sequences [B, T], padded on the right, or of packed ones,
         without logits. `texts` are the same tokens with their images."""
-        return self.run(
-            tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts))
-        )
+        plan = ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts))
+        with use_text_kernels():
+            return self.run(tokens, plan)
 
     def prefill(
         self,

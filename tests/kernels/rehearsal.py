@@ -27,7 +27,10 @@ from spectrain.kernels import (
     gated_unit,
     kv_append,
     kv_commit,
+    later_keys,
+    norm_gradients,
     rotate_append,
+    rotate_heads,
     round_commit,
     row_kl,
     token_commit,
@@ -236,6 +239,30 @@ def launch_steps(dtype: torch.dtype, width: int) -> None:
         tree_selection._launch_select(nodes, nodes, nodes.float(), 16)
 
 
+def launch_training(dtype: torch.dtype, width: int, head_size: int) -> None:
+    """Launch what lies between the products of a training, each way, with weights in float32."""
+    x = torch.zeros(6, width, dtype=dtype)
+    joined = torch.zeros(6, 2 * width, dtype=dtype)
+    weight = torch.zeros(width)
+    norm_gradients._launch_norm(x, weight, joined[:, width:], 1e-5)
+    for stream, x_grad in ((x, x), (None, x), (None, None)):
+        norm_gradients._launch_norm_gradient(joined[:, width:], stream, x, weight, x_grad, 1e-5)
+    gated_unit._launch_gated_gradient(x, joined[:, :width], joined[:, width:])
+    heads = [torch.zeros(2, 9, count, head_size, dtype=dtype).transpose(1, 2) for count in (32, 8)]
+    queries, keys = heads
+    angles = torch.zeros(2, 9, head_size, dtype=dtype)
+    rows = [part.transpose(1, 2).reshape(18, -1) for part in (queries, keys, keys)]
+    for values, back in ((None, False), (keys, True)):
+        outputs = rows[0], rows[1], rows[2] if back else None
+        rotate_heads._launch_rotate_heads(queries, keys, values, angles, angles, *outputs, back)
+    later = torch.zeros(2, 8, 6, 9, head_size, dtype=dtype)
+    lse = torch.zeros(2, 32, 9)
+    later_keys._launch_add_later_keys(queries, queries, lse, later, later, 0.1)
+    later_keys._launch_later_gradients(
+        queries, queries, queries, lse, later, later, queries.clone(), 0.1
+    )
+
+
 def launch_children(dtype: torch.dtype, vocab: int) -> None:
     for width, ids in ((1, None), (10, torch.arange(vocab))):
         nodes = torch.zeros(2, 11, dtype=torch.int64)
@@ -283,6 +310,9 @@ def main() -> None:
         launch_loss(dtype, 128256)
         launch_children(dtype, 32000)
         launch_steps(dtype, 4096)
+        launch_training(dtype, 4096, 128)
+    launch_training(torch.bfloat16, 8192, 64)
+    launch_training(torch.bfloat16, 1536, 256)
     for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
         launch_emit(*sizes)
     print(json.dumps({"launches": launches, "resources": resources}))

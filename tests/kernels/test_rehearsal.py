@@ -53,6 +53,38 @@ def test_the_table_has_every_kernel_and_nothing_spills(architecture: str) -> Non
         assert usage["programs"] >= 1, variant
 
 
+def test_the_page_has_the_registers_of_a_training() -> None:
+    """docs/engine.md shows registers and programs of the kernels of a training, as in the table."""
+    table = json.loads(TABLE.read_text())
+    lines = (FOLDER.resolve().parent / "docs" / "engine.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| kernel of a training"))
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[start + 2 :]]
+    rows = rows[: next(i for i, row in enumerate(rows) if len(row) == 1)]
+    kernels = {
+        "norm": "_norm_kernel bf16 fp32 BLOCK=4096",
+        "norm, gradients": "_norm_gradient_kernel bf16 fp32 BLOCK=4096",
+        "gated unit": "_gated_unit_kernel bf16 ",
+        "gated unit, gradients": "_gated_gradient_kernel bf16 ",
+        "rotation": "_rotate_heads_kernel bf16 BACK=0 BLOCK_D=64",
+        "rotation, back": "_rotate_heads_kernel bf16 BACK=1 BLOCK_D=64",
+        "later keys": "_add_later_keys_kernel bf16 fp32 BLOCK_D=128",
+        "later keys, gradients": "_later_gradient_kernel bf16 fp32 BLOCK_D=128",
+    }
+    assert [row[0] for row in rows] == [*kernels]
+    for name, *numbers in rows:
+        hopper, blackwell = (
+            next(
+                usage for variant, usage in table[kind].items() if variant.startswith(kernels[name])
+            )
+            for kind in ("sm_90", "sm_100")
+        )
+        expected = [
+            usage[key] for usage in (hopper, blackwell) for key in ("registers", "programs")
+        ]
+        assert [int(number) for number in numbers[:4]] == expected, name
+        assert numbers[4:] == [str(hopper["warps"]), f"{hopper['shared'] / 1024:.1f}"], name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_every_kernel_is_launched(architecture: str) -> None:

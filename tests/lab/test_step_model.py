@@ -3,12 +3,14 @@ and the operations and bytes of a step on tensors without data."""
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lab.benchmarks.models import ModelGeometry, random_drafter, random_target
 from lab.benchmarks.step_model import (
+    BETWEEN,
     GPUS,
     PartCounter,
     StepShape,
@@ -16,24 +18,38 @@ from lab.benchmarks.step_model import (
     count_step,
     count_target_layer,
     model_step,
+    modules_only,
     product_work,
     render_step,
     target_layer,
     trained_weights,
 )
 from lab.benchmarks.training import count_flops, random_batch, unfused_loss
+from spectrain.kernels import linear_divergence
 
 TINY = ModelGeometry(3, 48, 80, 4, 2, 16, 320, 200, 64)
 SHAPE = StepShape(TINY, tokens=48, length=16, steps=3)
 PRODUCTS = ("fc", "products of attention", "MLP", "output layer and loss")
 
 
-@pytest.fixture(scope="module")
-def counted() -> PartCounter:
+def count_tiny() -> PartCounter:
     target = random_target(TINY, torch.device("cpu"), torch.bfloat16)
     drafter = random_drafter(target, TINY, torch.bfloat16, SHAPE.steps)
     target.to("meta")
     return count_step(drafter.to("meta"), target, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def counted() -> PartCounter:
+    """A step by modules alone, which needs no kernels."""
+    with modules_only():
+        return count_tiny()
+
+
+@pytest.fixture(scope="module")
+def by_kernels() -> PartCounter:
+    pytest.importorskip("triton", reason="triton is not installed, so there are no kernels")
+    return count_tiny()
 
 
 def test_the_flop_counter_agrees_over_a_real_step() -> None:
@@ -57,12 +73,43 @@ def test_products_of_every_part_are_those_of_the_step(counted: PartCounter) -> N
 
 def test_bytes_of_products_are_counted(counted: PartCounter) -> None:
     """Every product reads its inputs and its weight and writes its output once; queries, keys and
-    values, and gate and up, are separate products in a training."""
+    values, and gate and up, are separate products by modules."""
     rows, width, inner = SHAPE.tokens, TINY.width, TINY.inner
     up = product_work(rows, width, inner, training=True)
     down = product_work(rows, inner, width, training=True)
     assert counted.bytes["fc"] == model_step(SHAPE)["fc"].bytes
     assert counted.bytes["MLP"] == ((up + up + down) * SHAPE.steps).bytes
+
+
+def test_merged_products_move_what_the_model_says(by_kernels: PartCounter) -> None:
+    """With kernels, queries, keys and values are one product, and so are gate and up: bytes of the
+    products are the fewest that there are, and operations the same."""
+    parts = model_step(SHAPE)
+    for name in PRODUCTS[:3]:
+        assert by_kernels.bytes[name] == parts[name].bytes, name
+        assert by_kernels.flops[name] == parts[name].flops, name
+
+
+def test_kernels_move_a_third_of_what_modules_do(
+    counted: PartCounter, by_kernels: PartCounter
+) -> None:
+    """Between the products of draft steps; and no less than the model says."""
+    before, after = (sum(c.bytes[part] for part in BETWEEN) for c in (counted, by_kernels))
+    least = model_step(SHAPE)["norms, rotation, gate"].bytes
+    assert least < after < before / 3
+
+
+def test_the_draft_vocabulary_is_multiplied_once(by_kernels: PartCounter) -> None:
+    """Labels in several chunks keep the products of the draft vocabulary; where they are too many,
+    they are computed again, those at borders of chunks more than once."""
+    with patch.object(linear_divergence, "CHUNK_ROWS", 10):
+        chunked = count_tiny()
+        with patch.object(linear_divergence, "STORED_BYTES", 0):
+            again = count_tiny()
+    name = "output layer and loss"
+    repeated = 2 * SHAPE.label_rows * TINY.width * TINY.draft_vocab
+    assert chunked.flops[name] == by_kernels.flops[name] == model_step(SHAPE)[name].flops
+    assert again.flops[name] >= chunked.flops[name] + repeated
 
 
 def test_nothing_moves_less_than_the_model_says(counted: PartCounter) -> None:

@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -27,9 +28,11 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
 from spectrain.training import run as training_run
+from spectrain.training.parallel.launch import STRATEGIES
 from spectrain.training.parallel.monitor import ProcessMonitor
 from spectrain.training.trainer import Trainer
 from tests.training import worker
+from tests.training.test_placement import run_elsewhere
 
 NUM_RANKS = 8
 # Texts that do not divide by the ranks of a step.
@@ -165,9 +168,10 @@ def record_training(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Train as one rank; return its collectives, its steps and the most bytes that it gathered."""
     target = worker.target_of(job["model"], "none")
     drafter = worker.make(job["family"], target)
-    steps = []
+    steps: list[int] = []
     options = {"lr": 1e-3, "warmup": 0.0, "log_every": 1, **job["options"]}
-    with act_as_rank(rank), CollectiveRecorder(drafter) as recorder:
+    elsewhere = make_elsewhere(options["sharding"]) if job.get("elsewhere") else nullcontext()
+    with act_as_rank(rank), elsewhere, CollectiveRecorder(drafter) as recorder:
         Trainer(**options).fit(
             drafter,
             target,
@@ -180,7 +184,19 @@ def record_training(job: dict[str, Any], rank: int) -> dict[str, Any]:
         "collectives": recorder.collectives,
         "gathered": recorder.gathered_bytes,
         "steps": steps,
+        "devices": sorted({tensor.device.type for tensor in drafter.state_dict().values()}),
     }
+
+
+@contextmanager
+def make_elsewhere(sharding: str) -> Iterator[None]:
+    """Let a strategy compute losses and gradients, and exchange numbers, while nothing may be made
+    on the default device."""
+    strategy = STRATEGIES[sharding]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("loss", "backward", "all_reduce"):
+            run_elsewhere(patch, strategy, name)
+        yield
 
 
 def record_jobs() -> None:

@@ -188,6 +188,25 @@ def test_every_rank_of_eight_exchanges_the_same(shallow_folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_rank_makes_tensors_where_its_model_is(
+    shallow_folder: Path, tmp_path: Path, sharding: str
+) -> None:
+    """A rank of eight that lacks batches in the last step makes nothing on the default device, in
+    losses, gradients, exchanged numbers and gathered weights, and every buffer stays in place."""
+    options = {**ACCUMULATED, "sharding": sharding}
+    jobs = [
+        make_job(tmp_path, shallow_folder, family, [7], options, elsewhere=True)
+        for family in ("eagle3", "dflash")
+    ]
+    for records in [record([job])[0] for job in jobs]:
+        assert len(records.first["steps"]) > 1
+        assert records.first["devices"] == ["cpu"]
+        names = [name for name, _ in records.first["collectives"]]
+        assert any("reduce" in name for name in names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 def test_ranks_of_zero_exchange_the_same(
     shallow_folder: Path, tmp_path: Path, sharding: str

@@ -144,7 +144,9 @@ def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
             candidates = candidates[~mask[candidates]]
         source = sequence_generator(ANCHORS, seed, tokens, step)
         sampled = (
-            candidates[torch.randperm(len(candidates), generator=source)[:count]].sort().values
+            candidates[torch.randperm(len(candidates), generator=source, device="cpu")[:count]]
+            .sort()
+            .values
         )
         indices.append(start + sampled)
         positions.append(sampled)

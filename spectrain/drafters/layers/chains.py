@@ -136,7 +136,7 @@ def _sample_document(
     depths = [seeds[:0]]
     for depth in range(1, drop.num_drafts):
         count = int((len(seeds) - depth) * max(drop.keep_rate**depth, drop.min_rate))
-        retained = pool[torch.randperm(len(pool), generator=source)[: max(count, 0)]]
+        retained = pool[torch.randperm(len(pool), generator=source, device="cpu")[: max(count, 0)]]
         anchors.append(retained - depth)
         depths.append(torch.full_like(retained, depth))
         pool = (retained + 1)[is_supervised[retained + 1]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from spectrain.models.accelerator import accelerator
-from spectrain.models.fast import FeatureLinear
+from spectrain.models.fast import FeatureLinear, join_norms, norm_stream
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
 from spectrain.models.target import Target
@@ -98,8 +98,10 @@ class LaterLayer(WeightBlock):
 
     def forward(self, x: Tensor, number: int, attend: EagleAttentionFn) -> Tensor:
         """Transform the residual stream [B, T, D]."""
-        x = x + attend(number, self.self_attn, self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = norm_stream(x, self.input_layernorm)
+        x = x + attend(number, self.self_attn, normed)
+        normed, x = norm_stream(x, self.post_attention_layernorm)
+        return x + self.mlp(normed)
 
 
 class EagleDrafter(FusedDrafter):
@@ -189,18 +191,19 @@ class EagleDrafter(FusedDrafter):
         """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T,
         D].
         """
-        normed = self.hidden_norm(hidden)
-        x = torch.cat([self.input_layernorm(self.embed_inputs(tokens)), normed], dim=-1)
+        norms = [self.input_layernorm, self.hidden_norm]
+        x, normed, hidden = join_norms([self.embed_inputs(tokens), hidden], norms)
         return x, normed if self.norm_before_residual else hidden
 
     def run_later_layers(self, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
         """Return the state [B, T, D] that the next draft step reads, from the residual stream
         after the first attention.
         """
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed, hidden = norm_stream(hidden, self.post_attention_layernorm)
+        hidden = hidden + self.mlp(normed)
         for number, layer in enumerate(self.later, 1):
             hidden = layer(hidden, number, attend)
-        return self.norm(hidden) if self.norm_output else hidden
+        return norm_stream(hidden, self.norm)[0] if self.norm_output else hidden
 
     def run_layers(self, tokens: Tensor, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
         """Return the state [B, T, D] after all layers."""
@@ -209,7 +212,8 @@ class EagleDrafter(FusedDrafter):
 
     def head_inputs(self, hidden: Tensor) -> Tensor:
         """Return the inputs of `lm_head` from output states [.., D]."""
-        return project_down(self.lm_down, hidden if self.norm_output else self.norm(hidden))
+        normed = hidden if self.norm_output else norm_stream(hidden, self.norm)[0]
+        return project_down(self.lm_down, normed)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.attention import MASKED_ROWS, attend_rows
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.fast import merge_for_training, needs_gradients, use_merged
 from spectrain.models.host_copies import copy_to_device, on_host, select_rows
 from spectrain.models.target import Target
 
@@ -181,12 +183,16 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         """
         hidden = self.fuse_features(batch.input_features)
         step_kv = list[LayerKeysValues]()
+        merged = merge_for_training(self) if needs_gradients(hidden) else {}
+
+        def run(*arguments: Any) -> tuple[Tensor, LayerKeysValues]:
+            with use_merged(merged):
+                return self.run_step(*arguments)
+
         for step in range(count):
             if step == 1 and rows is not None and not rows.cuts(0):
                 hidden = rows.take(hidden)
-            hidden, new_kv = state.run_checkpointed(
-                self.run_step, batch, hidden, step, step_kv[:], rows
-            )
+            hidden, new_kv = state.run_checkpointed(run, batch, hidden, step, step_kv[:], rows)
             step_kv.append(new_kv)
             yield hidden
 

@@ -4,7 +4,7 @@ share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from spectrain.errors import UserError, first_line
+from spectrain.kernels.gated_unit import gated_unit
+from spectrain.kernels.rotate_heads import rotate_heads
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
+from spectrain.models.fast import find_merged, multiply_parts, needs_gradients
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.limits import max_text_length
 from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
@@ -131,12 +134,21 @@ class Attention(WeightBlock):
         """Return outputs [B, T, W] for inputs [B, T, ..]; `attend` mixes values by rotated queries
         and keys.
         """
-        return self._join_heads(attend(*self._rotate_qkv(x, rope)))
+        merged = find_merged(self)
+        if merged is None:
+            return self._join_heads(attend(*self._rotate_qkv(x, rope)))
+        products = multiply_parts(x, merged, self.input_linears)
+        return self._join_heads(attend(*self._rotate_products(products, rope)))
 
     @property
     def input_linears(self) -> list[nn.Linear]:
         """Return the linears that read the inputs."""
         return [self.q_proj, self.k_proj, self.v_proj]
+
+    @property
+    def merges_products(self) -> bool:
+        """Tell whether a training may compute queries, keys and values as one product."""
+        return type(self)._rotate_qkv is Attention._rotate_qkv
 
     @property
     def key_value_linears(self) -> list[nn.Linear]:
@@ -167,9 +179,18 @@ class Attention(WeightBlock):
         return self._rotate_qkv(x, rope)
 
     def _rotate_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return self._rotate_products([linear(x) for linear in self.input_linears], rope)
+
+    def _rotate_products(
+        self, products: Sequence[Tensor], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated heads of the products [B, T, H D] and [B, T, K D] of queries, keys and
+        values.
+        """
+        if needs_gradients(products[0]) and rope[0].shape[-1] == self.head_dim:
+            return rotate_heads(products[0], products[1], products[2], *rope)
         q, k, v = (
-            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
+            product.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for product in products
         )
         q, k = apply_rotary_pos_emb(q, k, *rope)
         # Under autocast, the rotary product has a wider type.
@@ -296,7 +317,23 @@ class Mlp(WeightBlock):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        merged = find_merged(self)
+        if merged is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = multiply_parts(x, merged, self.input_linears)
+        unit = gated_unit(gate, up) if needs_gradients(gate) else F.silu(gate) * up
+        return self.down_proj(unit)
+
+    @property
+    def input_linears(self) -> list[nn.Linear]:
+        """Return the linears that read the inputs."""
+        return [self.gate_proj, self.up_proj]
+
+    @property
+    def merges_products(self) -> bool:
+        """Tell whether a training may compute gate and up as one product."""
+        return type(self).forward is Mlp.forward
 
 
 RotaryFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -128,7 +128,9 @@ def sample_prefixes(
         length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
         source = sequence_generator(MASKED_PREFIXES, seed, tokens, step)
         count = max(1, int(mask_ratio * length / num_masks))
-        sampled = ends[torch.randperm(len(ends), generator=source)[:count]].sort().values
+        sampled = (
+            ends[torch.randperm(len(ends), generator=source, device="cpu")[:count]].sort().values
+        )
         rows.append([(end, num_masks) for end in sampled.tolist()])
     return rows
 

@@ -27,6 +27,7 @@ from spectrain.kernels.fused_attention import (
     supports_documents,
     supports_flash,
 )
+from spectrain.kernels.later_keys import add_later_keys, later_gradients
 from spectrain.models.attention import (
     attend_per_document,
     attend_rows,
@@ -122,51 +123,29 @@ class _MergedAttention(torch.autograd.Function):
         scale: float,
         lengths: tuple[int, ...] | None,
     ) -> Tensor:
-        batch, num_heads, length, size = q.shape
-        groups = num_heads // k.shape[1]
         ctx.scale = scale
-        ctx.kernels = find_text_kernels(q, k, v, length) if lengths is None else None
+        ctx.kernels = find_text_kernels(q, k, v, q.shape[2]) if lengths is None else None
         if ctx.kernels is not None:
             first, lse = ctx.kernels.attend_with_lse(q, k, v, scale)
         else:
-            heads = _repeat_heads(k, groups), _repeat_heads(v, groups)
-            first, lse, ctx.causal_state = _causal_forward(q, *heads, scale, lengths)
-        shape = batch, -1, groups, length
-        grouped = q.unflatten(1, (-1, groups))[:, :, :, None].float()
-        scores = (grouped * later_keys[:, :, None]).sum(-1) * scale  # [B, K, G, S, T]
-        causal_lse = lse.view(shape)[:, :, :, None]
-        total = torch.cat([causal_lse, scores], dim=3).logsumexp(dim=3, keepdim=True)
-        share = (scores - total).exp()
-        out = first.view(*shape, size) * (causal_lse - total).exp()[:, :, :, 0, :, None]
-        out = (out + (share[..., None] * later_values[:, :, None]).sum(3)).to(q.dtype).view(q.shape)
-        ctx.save_for_backward(
-            q, k, v, later_keys, later_values, out, total.view(batch, num_heads, length), share
-        )
+            first, lse, ctx.causal_state = _causal_forward(q, k, v, scale, lengths)
+        out, total, share = add_later_keys(q, first, lse, later_keys, later_values, scale)
+        ctx.save_for_backward(q, k, v, later_keys, later_values, out, total, share)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
-        groups = q.shape[1] // k.shape[1]
-        scale = ctx.scale
         if ctx.kernels is not None:
-            grad_q, grad_k, grad_v = ctx.kernels.gradients(grad, q, k, v, out, total, scale)
+            grad_q, grad_k, grad_v = ctx.kernels.gradients(grad, q, k, v, out, total, ctx.scale)
         else:
-            repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
             grad_q, grad_k, grad_v = _causal_backward(
-                grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale
+                grad, q, k, v, out, total, ctx.causal_state, ctx.scale
             )
-            grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
-        grad, out, q = (
-            part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q)
+        grad_q, *later = later_gradients(
+            grad, q, out, (total, share), later_keys, later_values, grad_q, ctx.scale
         )
-        grad_scores = (
-            share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
-        )
-        grad_q = grad_q + (grad_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
-        grad_later_keys = (grad_scores[..., None] * q).sum(2)
-        grad_later_values = (share[..., None] * grad).sum(2)
-        gradients = grad_q, grad_k, grad_v, grad_later_keys, grad_later_values
+        gradients = grad_q, grad_k, grad_v, *later
         return (*(gradient.to(k.dtype) for gradient in gradients), None, None)
 
 
@@ -179,7 +158,7 @@ def _causal_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Return causal attention, its log-sum-exps [B, H, T], and the state that its backward
-    needs.
+    needs. Only the kernel of a CPU needs a key-value head for every query head.
     """
     if lengths is not None:
         starts = document_starts(lengths, q.device)
@@ -191,6 +170,7 @@ def _causal_forward(
         )
         return out[None].transpose(1, 2), lse[None], (*documents, seed, offset, True)
     if q.device.type == "cpu":
+        k, v = (_repeat_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, True, attn_mask=None, scale=scale
         )
@@ -219,7 +199,6 @@ def _causal_backward(
     """Return the gradients of queries, keys and values [B, H, T, D], given the joint output and
     log-sum-exps.
     """
-    gradients: tuple[Tensor, Tensor, Tensor]
     if state and state[-1]:
         grad, q, k, v, out = (_flatten_heads(x) for x in (grad, q, k, v, out))
         *documents, seed, offset, _ = state
@@ -229,11 +208,15 @@ def _causal_backward(
         grad_q, grad_k, grad_v = (part[None].transpose(1, 2) for part in flat)
         return grad_q, grad_k, grad_v
     if q.device.type == "cpu":
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=scale
+        groups = q.shape[1] // k.shape[1]
+        k, v = _repeat_heads(k, groups), _repeat_heads(v, groups)
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.contiguous(), q, k, v, out, lse, 0.0, True, attn_mask=None, scale=scale
         )
-        return gradients
+        grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v
     starts_q, starts_k, most_q, most_k, seed, offset, _ = state
+    gradients: tuple[Tensor, Tensor, Tensor]
     gradients = aten._scaled_dot_product_flash_attention_backward(
         grad,
         q,

@@ -22,16 +22,33 @@ from .packed_linears import (
     shared_input,
     unpack_linears,
 )
+from .text_kernels import fuse_text_layers, use_text_kernels
+from .training_products import (
+    find_merged,
+    join_norms,
+    merge_for_training,
+    multiply_parts,
+    needs_gradients,
+    norm_stream,
+    use_merged,
+)
 
 __all__ = [
     "FeatureLinear",
     "cut_output",
     "enforce_batch_invariance",
+    "find_merged",
+    "fuse_text_layers",
     "has_batch_invariance",
     "is_large_weight",
     "is_packed",
+    "join_norms",
     "lowest_precision",
+    "merge_for_training",
     "merge_linears",
+    "multiply_parts",
+    "needs_gradients",
+    "norm_stream",
     "pack_linears",
     "packed_product",
     "packed_weights",
@@ -39,15 +56,18 @@ __all__ = [
     "shared_input",
     "speed_up_linears",
     "unpack_linears",
+    "use_merged",
+    "use_text_kernels",
 ]
 
 
 def speed_up_linears(model: nn.Module) -> None:
     """Switch a model to reordered weights on a CPU, and on a GPU to one product for the linears
-    that read the same input.
+    that read the same input and to one launch for each norm and gated unit of texts.
     """
     pack_linears(model)
     first = next(model.parameters())
     accelerator().prepare(first.dtype, first.device)
     if first.device.type == "cuda":
         merge_linears(model)
+        fuse_text_layers(model)

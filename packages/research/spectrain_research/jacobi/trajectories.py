@@ -150,11 +150,16 @@ class Trajectories:
         fits = mask[1:length].unfold(0, self.size, 1).all(-1) if length > self.size else mask[:0]
         candidates = fits.nonzero()[:, 0]
         roots = (
-            candidates[torch.randperm(len(candidates), generator=source)[: self.count]]
+            candidates[
+                torch.randperm(len(candidates), generator=source, device="cpu")[: self.count]
+            ]
             .sort()
             .values.tolist()
         )
-        starts = [tokens[torch.randint(root + 1, (self.size,), generator=source)] for root in roots]
+        starts = [
+            tokens[torch.randint(root + 1, (self.size,), generator=source, device="cpu")]
+            for root in roots
+        ]
         return roots, torch.stack(starts) if starts else tokens.new_zeros(0, self.size)
 
 

@@ -265,7 +265,11 @@ class DraftJudge(Drafter):
         candidates = is_supervised.nonzero()[:, 0]
         source = sequence_generator(JUDGED, self.seed, tokens, step)
         return (
-            candidates[torch.randperm(len(candidates), generator=source)[: self.num_positions]]
+            candidates[
+                torch.randperm(len(candidates), generator=source, device="cpu")[
+                    : self.num_positions
+                ]
+            ]
             .sort()
             .values
         )

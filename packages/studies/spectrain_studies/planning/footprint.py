@@ -19,6 +19,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.kernels.linear_divergence import STORED_BYTES
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import find_shared_linears
 from spectrain.models.target import Target
@@ -362,7 +363,10 @@ def logits_bytes(models: Models, judged: Judged) -> float:
     rows = min(judged.rows, CHUNK_ROWS)
     labels = min(judged.label_rows, CHUNK_ROWS)
     if not models.is_cpu:
-        return models.product_bytes * judged.vocab_size * (rows + labels)
+        row_bytes = models.product_bytes * judged.vocab_size
+        # The labels' logits of all rows are kept where they are few.
+        stored = row_bytes * judged.label_rows
+        return row_bytes * rows + (stored if stored <= STORED_BYTES else row_bytes * labels)
     tile = TILE_COPIES * min(TILE_ROWS, judged.rows)
     return (
         FLOAT_BYTES

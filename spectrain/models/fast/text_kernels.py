@@ -1,0 +1,134 @@
+"""The norms and gated units of a target that reads texts for their features, on a GPU: one launch
+each, where transformers' modules take six and two.
+
+Only modules that compute what the kernels compute are overridden: each is tried on a few rows.
+Decoding keeps the modules' own code, which is compiled there. Shapes: D width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.kernels.dispatch import takes_gradients
+from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
+from spectrain.kernels.norm_gradients import can_norm, norm_rows
+from spectrain.kernels.rms_norm import rms_norm_reference
+from spectrain.models.forward_override import set_forward
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+TRIED_ROWS = 4
+
+_reads_texts = ContextVar("reads_texts", default=False)
+
+
+@contextmanager
+def use_text_kernels() -> Iterator[None]:
+    """Run fused modules by kernels while the context is open."""
+    token = _reads_texts.set(True)
+    try:
+        yield
+    finally:
+        _reads_texts.reset(token)
+
+
+def _runs_kernel(x: Tensor) -> bool:
+    # Compiled code fuses the module's own operations.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return _reads_texts.get() and takes_gradients(x)
+
+
+def _find_eps(norm: nn.Module) -> float | None:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _norm_forward(norm: Any, x: Tensor) -> Tensor:
+    """Return the norm of rows by the kernel, or by the module's own code."""
+    if not _runs_kernel(x):
+        output: Tensor = type(norm).forward(norm, x)
+        return output
+    return norm_rows(x, norm.weight, _find_eps(norm) or 0.0)
+
+
+def _block_forward(block: Any, x: Tensor) -> Tensor:
+    """Return a gated block's output with the gated unit by the kernel, or by the module's own
+    code.
+    """
+    if not _runs_kernel(x):
+        output: Tensor = type(block).forward(block, x)
+        return output
+    down: Tensor = block.down_proj(gated_unit(block.gate_proj(x), block.up_proj(x)))
+    return down
+
+
+@torch.no_grad()
+def fuse_text_layers(model: nn.Module) -> None:
+    """Let the RMS norms and gated blocks of a model run by kernels where it reads texts. A module
+    that already runs something else, or computes something else, stays as it is.
+    """
+    for module in model.modules():
+        # A norm with a gate takes two tensors.
+        has_single_input = len(inspect.signature(type(module).forward).parameters) == 2
+        if "forward" in vars(module) or not has_single_input:
+            continue
+        if _is_norm(module):
+            set_forward(module, MethodType(_norm_forward, module))
+        elif _is_gated_block(module):
+            set_forward(module, MethodType(_block_forward, module))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is an RMS norm times its weight."""
+    weight = getattr(module, "weight", None)
+    eps = _find_eps(module)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:
+        return False
+    if "RMSNorm" not in type(module).__name__ or len([*module.parameters()]) != 1:
+        return False
+    if not can_norm(len(weight)):
+        return False
+    rows = _make_rows(len(weight), weight)
+    return _is_equal(module(rows), rms_norm_reference(rows, weight, eps))
+
+
+def _is_gated_block(module: nn.Module) -> bool:
+    """Tell whether a module is down(silu(gate(x)) * up(x))."""
+    linears: list[Any] = [getattr(module, name, None) for name in PARTS]
+    names = {name for name, _ in module.named_children()}
+    if not all(isinstance(linear, nn.Linear) for linear in linears) or not names <= {
+        *PARTS,
+        "act_fn",
+    }:
+        return False
+    rows = _make_rows(linears[0].in_features, linears[0].weight)
+    unit = gated_unit_reference(linears[0](rows), linears[1](rows))
+    return _is_equal(module(rows), linears[2](unit))
+
+
+def _make_rows(width: int, like: Tensor) -> Tensor:
+    """Return a few rows of different sizes and signs, in the type and on the device of a weight."""
+    values = torch.arange(TRIED_ROWS * width, device=like.device).view(TRIED_ROWS, width)
+    rows = (values.float() * 0.7).sin() * torch.tensor([[0.01], [1.0], [3.0], [40.0]]).to(
+        like.device
+    )
+    return rows.to(like.dtype)
+
+
+def _is_equal(outputs: Any, expected: Tensor) -> bool:
+    """Tell whether outputs are equal up to rounding; tensors without values count as equal."""
+    if not isinstance(outputs, Tensor) or outputs.shape != expected.shape:
+        return False
+    if outputs.is_meta:
+        return True
+    difference = (outputs.float() - expected.float()).norm(dim=-1)
+    tolerance = 4 * torch.finfo(expected.dtype).eps * expected.float().norm(dim=-1)
+    return bool((difference <= tolerance).all())
