@@ -137,3 +137,11 @@ def test_a_plan_begins_with_its_verdict(
     # What this process composes next is for its own device.
     here = "gpu" if torch.cuda.is_available() else "cpu"
     assert OmegaConf.create({"value": "${cpu_gpu:cpu,gpu}"}).value == here
+
+
+def test_help_of_bench_lists_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["spectrain", "help", "bench"])
+    cli.main()
+    assert "bench decode" in capsys.readouterr().out
