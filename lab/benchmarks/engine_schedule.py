@@ -33,7 +33,6 @@ from spectrain.eval.intervals import interval
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter, resolve_target
 from spectrain.export.launches import find_engine_layout
-from spectrain.export.schedules import SCHEDULE_KEY
 from spectrain.export.targets import TargetFiles
 from spectrain.files import write_text
 from spectrain.models.loading import load_hf
@@ -54,6 +53,7 @@ from spectrain_serve.scoring.requests import (
 from spectrain_serve.scoring.score import AllOpen
 from spectrain_serve.servers.base import Server, add_counters
 from spectrain_serve.servers.vllm import VllmServer, VllmSettings
+from spectrain_serve.times.engine_schedules import SCHEDULE_KEY
 from spectrain_serve.times.schedule import list_ranges, make_schedule
 
 FIXED, SCHEDULED, NEVER = "fixed", "schedule", "without drafts"
