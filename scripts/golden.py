@@ -60,7 +60,7 @@ SCORING = [
 UNSTABLE_KEYS = re.compile(
     "second|speed|time|noise|memory|bytes|date|commit|version|thread|machine|hardware|device|price"
     "|cost|predicted|traffic|load|recommended|bound|latency|command|path|provenance|jitter|energy"
-    "|joule"
+    "|joule|^c$|best_gamma|headline"
 )
 DFLASH = {"block_size": 5, "num_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
