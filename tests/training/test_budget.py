@@ -336,9 +336,9 @@ def test_what_a_training_added_is_said_with_its_interval() -> None:
         [0.064 - 12.706 * 0.002, 0.064 + 12.706 * 0.002], abs=1e-3
     )
     assert gain.describe() == (
-        "Training added 4.7 % to its start: 1.360 -> 1.424 tokens per forward over 2,703 places "
-        "(95 % interval of the difference +0.039 to +0.089); the result has the weights of step "
-        "40, the best of 60"
+        "Training added 4.7 % to its start: 1.360 -> 1.424 tokens per forward over 2,703 held-out "
+        "positions (95 % interval of the difference +0.039 to +0.089); the result has the weights "
+        "of step 40, the best of 60"
     )
 
 

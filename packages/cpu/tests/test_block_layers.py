@@ -9,10 +9,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from spectrain.models.block_weights import BlockWeight
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 from spectrain_cpu import available, forwards
+from spectrain_cpu.block_weights import BlockWeight
 
 pytestmark = pytest.mark.skipif(
     not available.has_block_kernels(), reason="the kernels need Numba and AVX2"

@@ -13,7 +13,6 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.state_rollout import StateRollout
-from spectrain.models.block_weights import BlockWeight
 from spectrain.models.fast import pack_linears, packed_linears
 from spectrain.models.fast.packed_linears import has_int8
 from spectrain.models.kv_cache import TreeCache
@@ -22,6 +21,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from spectrain_cpu import eagle_steps, fused_eagle
 from spectrain_cpu.available import has_block_kernels, has_drafting_kernels
+from spectrain_cpu.block_weights import BlockWeight
 from spectrain_cpu.eagle_steps import MAX_READ, find_compiled
 from tests.models.checkpoints import save_gguf_file
 

@@ -176,8 +176,10 @@ def has_dense_weight(linear: nn.Linear) -> bool:
     read.
     """
     weight = linear.weight
-    is_dense = type(weight) in (nn.Parameter, Tensor) or is_in_blocks(weight)
-    return is_dense and weight.is_floating_point()
+    is_plain = type(weight) in (nn.Parameter, Tensor) or getattr(
+        type(weight), "stands_for_plain", False
+    )
+    return (is_plain or is_in_blocks(weight)) and weight.is_floating_point()
 
 
 def is_in_blocks(weight: Tensor) -> bool:

@@ -31,8 +31,16 @@ from spectrain.kernels.draft_input import (
 from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
 from spectrain.kernels.kv_append import kv_append, kv_append_reference
 from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
+from spectrain.kernels.later_keys import (
+    add_later_keys,
+    add_later_keys_reference,
+    later_gradients,
+    later_gradients_reference,
+)
 from spectrain.kernels.linear_divergence import Projection, argmax_and_log_z, linear_divergence
+from spectrain.kernels.norm_gradients import join_norms, join_norms_reference
 from spectrain.kernels.rotate_append import rotate_append, rotate_append_reference
+from spectrain.kernels.rotate_heads import rotate_heads, rotate_heads_reference
 from spectrain.kernels.round_commit import (
     LoggedTrees,
     RoundBuffers,
@@ -215,6 +223,39 @@ def try_steps(device: torch.device) -> float:
     return max(max_difference(result, other) for result, other in pairs)
 
 
+def try_gradients(device: torch.device) -> float:
+    """Run what lies between the products of a training step, and its gradients, with and without
+    the references.
+    """
+    rows = [torch.randn(2, 3, 16, device=device, requires_grad=True) for _ in range(2)]
+    weights = [torch.rand(16, device=device, requires_grad=True) for _ in range(2)]
+    angles = torch.rand(2, 3, 4, device=device).repeat(1, 1, 2)
+    first, second = rows[0].detach(), rows[1].detach()
+    rotation = first, second[..., :8], second[..., 8:]
+    heads, grad = torch.randn(2, 2, 2, 3, 8, device=device)
+    keys, values = torch.randn(2, 2, 1, 2, 3, 8, device=device)
+    lse = torch.randn(2, 2, 3, device=device)
+    results = []
+    for by_kernels in (True, False):
+        norms = join_norms if by_kernels else join_norms_reference
+        unit = gated_unit if by_kernels else gated_unit_reference
+        rotate = rotate_heads if by_kernels else rotate_heads_reference
+        add = add_later_keys if by_kernels else add_later_keys_reference
+        joined, stream = norms(rows, weights, [1e-5, 1e-5], torch.float32)
+        product = unit(rows[0], rows[1])
+        total = joined.square().sum() + stream.sum() + product.square().sum()
+        slopes = torch.autograd.grad(total, [*rows, *weights])
+        attended, log_sum, share = add(heads, grad, lse, keys, values, 0.3)
+        rest = keys, values, grad.clone(), 0.3
+        if share is None:
+            through = later_gradients(grad, heads, attended, (log_sum, share), *rest)
+        else:
+            through = later_gradients_reference(grad, heads, attended, share, *rest)
+        rotated = rotate(*rotation, angles.cos(), angles.sin())
+        results.append((joined, product, attended, log_sum, *rotated, *slopes, *through))
+    return max(max_difference(result, other) for result, other in zip(*results))
+
+
 def max_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     return (
         float((first.detach().double() - second.detach().double()).abs().max())
@@ -232,4 +273,5 @@ KERNEL_TRIALS: dict[str, Callable[[torch.device], float]] = {
     "linear divergence": try_divergence,
     "draft levels": try_children,
     "draft steps": try_steps,
+    "training steps": try_gradients,
 }

@@ -11,10 +11,10 @@ from lab.benchmarks.engine_schedule import (
     make_launches,
 )
 from spectrain.errors import UserError
-from spectrain.export.schedules import SCHEDULE_KEY
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain_serve.scoring.requests import LevelResult, ServedAnswer, ServedRequest
 from spectrain_serve.servers.base import Completion, DraftCounters, RequestTimes
+from spectrain_serve.times.engine_schedules import SCHEDULE_KEY
 
 RANGES = [[1, 1, 2], [2, 8, 0]]
 
