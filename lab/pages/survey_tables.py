@@ -29,8 +29,7 @@ drafter.model=qwen2.5-coder-0.5b drafter.quantization=q4_0`).
 took turns on every question. Tokens per forward are exact for these questions. Speeds are of
 processor time, while other work shared both cores, so they are no timings of an idle machine. The
 last column counts answers that equal plain decoding; those of sampled and of lossy rows need not.
-A row that says *not measured* was not reached in the time for it, and *not timed* stands where only
-the wall clock was read, which says nothing on so busy a machine. `python -m
+A row that says *not measured* waits for a training or for a mend; `python -m
 lab.benchmarks.coder_systems` goes on where it stopped."""
 CODER_TITLES = ("system", "arguments of `spectrain eval`", "tokens per forward", "speed", "equal")
 
