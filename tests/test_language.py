@@ -57,7 +57,10 @@ def test_dialect_words_fall() -> None:
 
 def test_dialect_words_stay_out_of_tests_and_scripts() -> None:
     for folder in ("tests", "lab", "scripts", "packages"):
-        assert dialect_per_thousand((ROOT / folder).rglob("*.py")) <= MAX_DIALECT, folder
+        paths = (ROOT / folder).rglob("*.py")
+        # Wheels are built from copies.
+        written = (path for path in paths if "build" not in path.relative_to(ROOT).parts)
+        assert dialect_per_thousand(written) <= MAX_DIALECT, folder
 
 
 def test_settings_are_described_by_sentences() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spectrain.config.build import GroupSpec
+from spectrain.export.engine_support import PROGRAMS, list_support
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.cache_arguments import cache_argument, read_cache
@@ -22,6 +23,11 @@ from spectrain.runs.drafters import load_weights
 from tests.cli.test_export import export_run, make_run
 
 UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0}
+
+
+def test_every_program_of_the_table_reads_a_layout() -> None:
+    """Only Uno's layout, in this package, is for peft; the core's tests allow programs without."""
+    assert {support.program for support in list_support()} == PROGRAMS.keys()
 
 
 def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> None:
