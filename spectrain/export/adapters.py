@@ -37,16 +37,6 @@ MAX_RANK = 1 << 16
 MAX_ALPHA = 1e6
 
 
-def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that weights and peft's own settings determine."""
-    shape = {
-        "rank": adapter["r"],
-        "alpha": adapter["lora_alpha"],
-        "sampler": "sampler.first.weight" in tensors,
-    }
-    return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else shape
-
-
 def check_adapter(adapter: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Yield the settings of adapter_config.json that plain LoRA does not have, or that
     contradict the tensors.

@@ -21,7 +21,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
 from spectrain.servers.commands import DrafterLaunch
 
-from .adapters import adapter_shape, check_adapter
+from .adapters import check_adapter
 from .container import Finding
 from .dflash import BLOCK_SETTINGS, FAMILIES, BlockFamily
 from .drafter_files import DrafterFiles, write_json, write_tensors
@@ -267,13 +267,6 @@ def shape_of_medusa(
     heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
     blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
     return {"num_heads": len(heads), "num_layers": len(blocks)}
-
-
-def shape_of_adapter(
-    spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
-) -> dict[str, Any]:
-    adapter = files.read_sidecar("adapter_config.json")
-    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": spec.get("alpha", 32.0)})
 
 
 NATIVE = NativeLayout()

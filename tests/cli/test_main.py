@@ -266,6 +266,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def run_refused(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> tuple[Any, str]:
+    """Return the status and the stderr of a command that ends by itself."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return stopped.value.code, capsys.readouterr().err
+
+
 def check_mistake(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> None:
     """Check for status 2, a sentence that names every expected word, no traceback, and nothing
     written.
@@ -293,10 +303,7 @@ def test_mistake_is_a_single_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every mistake in the settings names its key and the nearest valid one."""
-    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    check_mistake(stopped.value.code, capsys.readouterr().err, expected, folder)
+    check_mistake(*run_refused(words, monkeypatch, capsys), expected, folder)
 
 
 @pytest.mark.sweep(1, free=("name",))

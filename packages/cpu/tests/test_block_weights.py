@@ -29,7 +29,9 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain_cpu.block_loading import MappedRows, choose_type
 from spectrain_cpu.block_weights import BlockWeight
-from tests.models.checkpoints import save_gguf_file
+from tests.models.test_gguf_weights import cache, gguf_file
+
+__all__ = ["cache", "gguf_file"]
 
 Type = gguf.GGMLQuantizationType
 
@@ -117,17 +119,6 @@ def test_a_weight_is_frozen(weight: nn.Parameter) -> None:
     F.linear(x, weight).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 8))
-
-
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gguf_file(tmp_path_factory.mktemp("gguf"))[0]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 needs_kernels = pytest.mark.skipif(

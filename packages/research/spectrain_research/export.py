@@ -136,8 +136,8 @@ EXPORT = LayoutPackage(
         "vispec": f"{RESEARCH}.vispec.layout.read_shape",
         "domino": f"{RESEARCH}.domino.layout.read_shape",
         "xpress": f"{RESEARCH}.xpress.layout.read_shape",
-        "gated_lora": "spectrain.export.native.shape_of_adapter",
-        "uno": "spectrain.export.native.shape_of_adapter",
+        "gated_lora": f"{RESEARCH}.shared.adapters.read_shape",
+        "uno": f"{RESEARCH}.shared.adapters.read_shape",
         "expected_length": "spectrain.export.native.shape_of_eagle3",
     },
     foreign_parts={

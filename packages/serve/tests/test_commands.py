@@ -1,16 +1,14 @@
 """The commands of this package, as the core's command line reads them."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from spectrain.cli import main as cli
 from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.main import COMMAND_TASKS
 from spectrain.cli.overrides import to_settings
 from spectrain_serve.commands import COMMANDS as OWN
-from tests.cli.test_main import check_mistake, folder, regenerate_words
+from tests.cli.test_main import check_mistake, folder, regenerate_words, run_refused
 
 __all__ = ["folder"]
 
@@ -76,7 +74,4 @@ def test_a_mistake_about_a_server_is_a_single_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    check_mistake(stopped.value.code, capsys.readouterr().err, expected, tmp_path)
+    check_mistake(*run_refused(words, monkeypatch, capsys), expected, tmp_path)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from spectrain.errors import UserError
-from spectrain.export.adapters import adapter_shape, check_adapter
+from spectrain.export.adapters import check_adapter
 from spectrain.export.container import Finding
 from spectrain.export.drafter_files import DrafterFiles, write_json, write_tensors
 from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
 from spectrain.export.targets import TargetFiles
+from spectrain_research.shared.adapters import adapter_shape, require_adapter
 
 
 class PeftLayout(Layout):
@@ -76,12 +76,7 @@ class PeftLayout(Layout):
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
     ) -> None:
-        adapter = drafter.description.get("adapter_config")
-        if adapter is None:
-            raise UserError(
-                "adapter_config.json: the drafter has none (as with drafter.rank=0), so peft "
-                "could not read it"
-            )
+        adapter = require_adapter(drafter, "so peft could not read it")
         tensors = drafter.tensors
         settings = {
             **adapter_shape(tensors, adapter),

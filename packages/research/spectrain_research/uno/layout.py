@@ -19,6 +19,7 @@ from spectrain.export.drafter_files import (
 from spectrain.export.layout import DrafterCheckpoint, ExpectedTensors, Layout, make_checkpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.servers.commands import DrafterLaunch
+from spectrain_research.shared.adapters import require_adapter
 
 LINEAR_MODULES = {
     "q_proj": "self_attn",
@@ -118,12 +119,7 @@ class UnoLayout(Layout):
     def write(
         self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
     ) -> None:
-        adapter = drafter.description.get("adapter_config")
-        if adapter is None:
-            raise UserError(
-                "adapter_config.json: the drafter has none (as with drafter.rank=0), and Uno "
-                "needs LoRA"
-            )
+        adapter = require_adapter(drafter, "and Uno needs LoRA")
         rest = sorted(
             {name.split(".")[0] for name in drafter.tensors if not name.startswith("base_model.")}
         )

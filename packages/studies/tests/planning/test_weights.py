@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from packages.cpu.tests.test_block_weights import cache, gguf_file, needs_kernels
+from packages.cpu.tests.test_block_weights import needs_kernels
 from spectrain.models.loading import build_meta_network, load_hf
 from spectrain_studies.planning.weights import count_weight_bytes
+from tests.models.test_gguf_weights import cache, gguf_file
 
 __all__ = ["cache", "gguf_file"]
 
