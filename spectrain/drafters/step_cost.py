@@ -7,8 +7,7 @@ state that an output layer reads. Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -30,17 +29,6 @@ class BatchShape:
     supervised: int
     # Largest number of consecutive tokens of a text that carry loss in a step; None if all may.
     loss_tokens: int | None = None
-
-    def split_columns(self, parts: int) -> BatchShape:
-        """Return the sizes of the piece of the columns that has most supervised tokens, of `parts`
-        pieces. Draft steps run over a complete piece, and its share of the texts counts what is
-        drawn of each text."""
-        if parts == 1:
-            return self
-        tokens = math.ceil(self.tokens / parts)
-        supervised = min(self.supervised, tokens)
-        texts = self.texts * supervised / max(1, self.supervised)
-        return replace(self, texts=texts, tokens=tokens, supervised=supervised, loss_tokens=None)
 
     def window_rows(self, num_steps: int) -> int:
         """Count the positions at which `num_steps` draft steps predict the tokens of the

@@ -13,7 +13,6 @@ from torch import nn
 
 from spectrain.config.values import Count, Positive
 from spectrain.drafters.base import Drafter, Stage
-from spectrain.drafters.layers.lora_factors import LoraFactors
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.lora import find_lora_layers, merge_lora
 
@@ -44,7 +43,7 @@ class LoraAdapter:
                 "adapter=lora: this family trains its target, which has no adapter here; leave "
                 "adapter out"
             )
-        if any(isinstance(module, LoraFactors) for module in drafter.modules()):
+        if any(name.rpartition(".")[2] == "lora_A" for name, _ in drafter.named_modules()):
             raise UserError(
                 "adapter=lora: the weights of this family are low-rank adapters already; leave "
                 "adapter out"

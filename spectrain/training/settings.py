@@ -7,8 +7,8 @@ are the trainer's, the same for all of them; schedules fall to `trainer.min_lr` 
 import math
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from spectrain.models.target import Target
 
 from .parallel.base import ParameterGroups
 from .parallel.launch import Sharding
-
-SettingsT = TypeVar("SettingsT", bound="TrainerSettings")
 
 
 class UpdateRule(ABC):
@@ -318,22 +316,6 @@ class TrainerSettings:
             raise UserError(f"trainer.mixed_precision={self.mixed_precision}: use auto, no or bf16")
         if self.resume not in (None, "auto", "changed"):
             raise UserError(f"trainer.resume={self.resume}: use auto or changed, or leave it out")
-
-    def make_trial(self: SettingsT, steps: int) -> SettingsT:
-        """Return these settings for a few steps of a measurement, on one process, without
-        checkpoints and validation.
-        """
-        return replace(
-            self,
-            max_steps=steps,
-            max_minutes=None,
-            save_every=None,
-            eval_every=None,
-            keep_best=False,
-            stop_after=None,
-            resume=None,
-            context_parallel=1,
-        )
 
     def autocast_dtype(self, target: Target, device: torch.device) -> torch.dtype | None:
         """Return the type of matrix products, None for the weights' own. Auto is bfloat16 on a GPU,

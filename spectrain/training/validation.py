@@ -92,27 +92,6 @@ def select_prompts(
     return SelectedPrompts([prompt for prompt, _ in chosen], [name for _, name in chosen], tokens)
 
 
-class ValidationRows(NamedTuple):
-    """The largest numbers of rows that recording the answers runs through the target, and each
-    validation.
-    """
-
-    num_recorded: int  # tokens of prompts and answers, once before the training
-    num_answered: int  # of these, the tokens whose logits are needed
-    num_judged: int  # rows of the target's output layer in each validation
-    num_drafted: int  # rows of the drafter in each validation, which reads the prompts too
-
-
-def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
-    """Count the rows of a validation over prompts from `select_prompts`."""
-    count = len(selected.prompts)
-    roots = selected.answer_tokens - 1
-    prompts = sum(map(len, selected.prompts))
-    recorded = prompts + count * roots
-    drafted = prompts + count * roots * DRAFT_DEPTH
-    return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
-
-
 @dataclass(frozen=True)
 class HeldOutTexts:
     """The places of a run's validations: the target's answers to held-out prompts, with its

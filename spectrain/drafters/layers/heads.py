@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, R rows, D target width, K heads or slots, V draft voc
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,29 +51,3 @@ class MedusaHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lm_head(self.head_inputs(x))
-
-
-class Sampler(nn.Module):
-    """Corrects a mask's state for the token before it by two layers in a residual branch, which is
-    zero at first.
-
-    The authors let the two layers, each with a norm, replace the state, which they must then first
-    learn to pass on.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(2 * width, width)
-        self.first_norm = nn.LayerNorm(width)
-        self.second = nn.Linear(width, width)
-        nn.init.zeros_(self.second.weight)
-        nn.init.zeros_(self.second.bias)
-
-    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
-        """Return the inputs [.., D] of the target's head from states and embeddings of the
-        previous tokens [.., D].
-        """
-        # An embedding is about 20 times smaller than a normed state.
-        previous = F.rms_norm(previous, previous.shape[-1:])
-        x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
-        return state + self.second(self.first_norm(F.silu(self.first(x))))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from spectrain.features.batch import Batch
 from spectrain.models.host_copies import copy_to_device, on_host
-from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 
 EMBEDDING_CHUNK = 4096  # rows of an embedding that are read together
 
@@ -57,11 +56,6 @@ class MaskBlocks:
         token's own index.
         """
         return (self.token_index - self.mask_index - 1).clamp(min=0)
-
-    @property
-    def host_index(self) -> Tensor:
-        """The index [B, N] of the same token among the N."""
-        return (self.anchor_index - self.mask_index - 1).clamp(min=0)
 
     @property
     def is_batch_token(self) -> Tensor:
@@ -106,33 +100,6 @@ def find_prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
     masks should learn too.
     """
     return F.pad(mask[2:], (0, num_masks)).unfold(0, num_masks, 1).any(-1).nonzero()[:, 0]
-
-
-def tile_prefixes(batch: Batch, size: int) -> list[list[tuple[int, int]]]:
-    """Return the prefixes of every document that end where a tile of `size` tokens begins, with
-    as many masks.
-    """
-    ends = [find_prefix_ends(mask, size).tolist() for _, mask in batch.split_documents()]
-    return [[(end, size) for end in row if (end + 1) % size == 0] for row in ends]
-
-
-def sample_prefixes(
-    batch: Batch, num_masks: int, mask_ratio: float, seed: int, step: int
-) -> list[list[tuple[int, int]]]:
-    """Sample prefixes of every document, with `mask_ratio` masks per token. Its tokens and the
-    step key the draw.
-    """
-    rows = []
-    for tokens, mask in batch.split_documents():
-        ends = find_prefix_ends(mask, num_masks)
-        length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
-        source = sequence_generator(MASKED_PREFIXES, seed, tokens, step)
-        count = max(1, int(mask_ratio * length / num_masks))
-        sampled = (
-            ends[torch.randperm(len(ends), generator=source, device="cpu")[:count]].sort().values
-        )
-        rows.append([(end, num_masks) for end in sampled.tolist()])
-    return rows
 
 
 def add_blocks(

@@ -12,25 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Share, Steps, Width
 from spectrain.drafters.base import Losses, TrainingState, has_weights
-from spectrain.drafters.layers.heads import Sampler
-from spectrain.drafters.layers.lora_factors import (
-    LoraFactors,
-    add_lora_at,
-    find_linears,
-    peft_config,
-    peft_layout,
-)
 from spectrain.drafters.layers.losses import LossName, TargetLogProbs, head_loss
-from spectrain.drafters.layers.mask_blocks import (
-    MaskBlocks,
-    add_blocks,
-    sample_prefixes,
-    tile_prefixes,
-)
+from spectrain.drafters.layers.mask_blocks import MaskBlocks, add_blocks
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -40,7 +28,9 @@ from spectrain.models.host_copies import chosen_rows, on_host, select_rows
 from spectrain.models.target import Target
 from spectrain.randomness import NOISE, sequence_generator
 
+from .lora_at_tokens import LoraFactors, add_lora_at, find_linears, peft_config, peft_layout
 from .mask_drafter import MaskDrafter, Strategy
+from .mask_prefixes import sample_prefixes, tile_prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +182,10 @@ class GatedMasks(MaskDrafter):
         if not has_weights(self):
             return super().loss(batch, target, state)
         blocks = self.make_blocks(batch, state)
+        # [B, N] index among the N of the last token of each one's prefix
+        host_index = (blocks.anchor_index - blocks.mask_index - 1).clamp(min=0)
         grad = torch.is_grad_enabled()
-        with self.insert_masks(target, self.number_masks(blocks), hosts=blocks.host_index):
+        with self.insert_masks(target, self.number_masks(blocks), hosts=host_index):
             features = target.run(
                 blocks.tokens,
                 ForwardPlan(
@@ -288,6 +280,32 @@ class GatedMasks(MaskDrafter):
         sampler = [] if self.sampler is None else [self.sampler]
         run = [target.layers, self.factors] if self.strategy == "apart" else []
         return nn.ModuleList([self.head.output, *sampler, *run])
+
+
+class Sampler(nn.Module):
+    """Corrects a mask's state for the token before it by two layers in a residual branch, which is
+    zero at first.
+
+    The authors let the two layers, each with a norm, replace the state, which they must then first
+    learn to pass on.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(2 * width, width)
+        self.first_norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
+
+    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
+        """Return the inputs [.., D] of the target's head from states and embeddings of the
+        previous tokens [.., D].
+        """
+        # An embedding is about 20 times smaller than a normed state.
+        previous = F.rms_norm(previous, previous.shape[-1:])
+        x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
+        return state + self.second(self.first_norm(F.silu(self.first(x))))
 
 
 def check_settings(config: MaskConfig) -> None:

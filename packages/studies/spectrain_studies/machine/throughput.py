@@ -23,10 +23,9 @@ from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 from spectrain.provenance import processor_name
 from spectrain.runs.init_drafter import init_drafter
-from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 
-from .trial import trial_folder
+from .trial import make_trial, trial_folder
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 32)
 PREFIX_LENGTHS = (150, 600)
@@ -163,7 +162,7 @@ def training_throughput(spec: RunSpec, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data; print tokens per second and the share of each
     part of a step.
     """
-    trainer = replace(Trainer.from_spec(spec).make_trial(steps), log_every=steps // 3)
+    trainer = replace(make_trial(spec, steps), log_every=steps // 3)
     target: Target = spec.target.build()
     target.pack_weights()
     data = spec.data.build()

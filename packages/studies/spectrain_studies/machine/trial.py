@@ -4,9 +4,12 @@ import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
+from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, RunInterrupted
+from spectrain.training.trainer import Trainer
 
 
 @contextmanager
@@ -29,3 +32,20 @@ def trial_folder(name: str) -> Iterator[Path]:
         raise (
             RunError(f"{name}: {cause}; use the same command again") if advice else error
         ) from error
+
+
+def make_trial(spec: RunSpec, steps: int) -> Trainer:
+    """Return the trainer of a run for a few steps of a measurement, on one process, without
+    checkpoints and validation.
+    """
+    return replace(
+        Trainer.from_spec(spec),
+        max_steps=steps,
+        max_minutes=None,
+        save_every=None,
+        eval_every=None,
+        keep_best=False,
+        stop_after=None,
+        resume=None,
+        context_parallel=1,
+    )

@@ -220,13 +220,26 @@ def largest_batches(batches: Sequence[BatchShape]) -> set[BatchShape]:
     }
 
 
+def split_columns(batch: BatchShape, parts: int) -> BatchShape:
+    """Return the sizes of the piece of the columns that has most supervised tokens, of `parts`
+    pieces. Draft steps run over a complete piece, and its share of the texts counts what is
+    drawn of each text.
+    """
+    if parts == 1:
+        return batch
+    tokens = math.ceil(batch.tokens / parts)
+    supervised = min(batch.supervised, tokens)
+    texts = batch.texts * supervised / max(1, batch.supervised)
+    return replace(batch, texts=texts, tokens=tokens, supervised=supervised, loss_tokens=None)
+
+
 def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[str, float]]:
     """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a
     forward without gradients.
 
     All but the target's forward are those of the piece of the texts that a device runs.
     """
-    piece = batch.split_columns(models.trainer.context_parallel)
+    piece = split_columns(batch, models.trainer.context_parallel)
     all_features = float(feature_bytes(models, stage, batch))
     trained = trained_parameters(stage)
     cost = stage_cost(models, stage, piece)

@@ -22,7 +22,7 @@ from spectrain.models.target import Target
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
-from spectrain_studies.machine.trial import trial_folder
+from spectrain_studies.machine.trial import make_trial, trial_folder
 
 from .footprint import Models, count_parameters
 from .settings import PlanSettings
@@ -122,7 +122,7 @@ def time_steps(spec: RunSpec) -> StepTimes:
     """Fit initial weights to the batches of a few steps, where the family does that, and run
     these steps.
     """
-    trainer = Trainer.from_spec(spec).make_trial(CALIBRATION_STEPS)
+    trainer = make_trial(spec, CALIBRATION_STEPS)
     line = (
         f"timing {CALIBRATION_STEPS} steps on this machine for the hours; "
         "plan.calibrate=false leaves them out"

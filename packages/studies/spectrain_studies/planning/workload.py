@@ -5,7 +5,7 @@ over them.
 import math
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
@@ -17,7 +17,7 @@ from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.target import Target
 from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import count_validation_rows, select_prompts
+from spectrain.training.validation import DRAFT_DEPTH, SelectedPrompts, select_prompts
 from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
 
 from .footprint import Models
@@ -244,6 +244,27 @@ def has_validation(models: Models, work: Workload) -> bool:
     """
     selected = select_prompts(work.dataset.held_out, models.target.max_length)
     return bool(selected.prompts) or not work.is_counted
+
+
+class ValidationRows(NamedTuple):
+    """The largest numbers of rows that recording the answers runs through the target, and each
+    validation.
+    """
+
+    num_recorded: int  # tokens of prompts and answers, once before the training
+    num_answered: int  # of these, the tokens whose logits are needed
+    num_judged: int  # rows of the target's output layer in each validation
+    num_drafted: int  # rows of the drafter in each validation, which reads the prompts too
+
+
+def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
+    """Count the rows of a validation over prompts from `select_prompts`."""
+    count = len(selected.prompts)
+    roots = selected.answer_tokens - 1
+    prompts = sum(map(len, selected.prompts))
+    recorded = prompts + count * roots
+    drafted = prompts + count * roots * DRAFT_DEPTH
+    return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
 
 
 def recording_flops(models: Models, work: Workload) -> float:
