@@ -25,7 +25,7 @@ from spectrain.decoding.session import (
 from spectrain.drafters.base import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines
-from spectrain.eval.columns import DRAFTER, tracked_systems
+from spectrain.eval.columns import DRAFTER
 from spectrain.eval.distribution_check import DistributionCheck
 from spectrain.eval.draft_model import score_draft_model
 from spectrain.eval.drafts import record_drafts
@@ -133,10 +133,6 @@ class Evaluation(EngineEvaluation):
         and return summary.json.
         """
         return run_pipeline(self, EngineAnswers(self, candidate, folder), folder)
-
-    def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a row of values for each system of a summary, for trackers."""
-        return tracked_systems(summary)
 
 
 def collect_references(prompts: Sequence[Prompt]) -> dict[str, Reference]:

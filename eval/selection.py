@@ -2,8 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from spectrain.errors import UserError
+from spectrain.eval.columns import tracked_systems
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.settings import (
     AnswerLimit,
@@ -57,6 +59,10 @@ class PromptedEvaluation(OutputCheck, ReportSettings, AnswerLimit, PromptSetting
         self.skipped |= Counter(
             reason for prompt in self.chosen for reason in prompt.list_unrendered(target)
         )
+
+    def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a row of values for each system of a summary, for trackers."""
+        return tracked_systems(summary)
 
 
 @dataclass

@@ -46,6 +46,7 @@ from .score import RunScoring, build_decoding, load_scoring
 class TrainingInputs:
     """Everything that a training run reads before it writes anything."""
 
+    spec: RunSpec
     target: Target
     dataset: Dataset
     drafter: Drafter
@@ -98,8 +99,7 @@ def train(
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
     if is_main:
-        config = spec.to_yaml()
-        open_run(run, config, inputs.facts, checkpoint, accepts_changes=spec.resume == "changed")
+        open_run(run, inputs.spec, inputs.facts, checkpoint)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
@@ -122,10 +122,10 @@ def train(
         if is_main:
             if result.gain is not None:
                 print(f"{run}: {result.gain.describe()}", flush=True)
-            save_trained(inputs, spec, run, result)
+            save_trained(inputs, run, result)
             run_tracker.log_drafter(run / "drafter")
         if inputs.evaluation is not None:
-            score_trained(spec, run, inputs, result.is_reusable, accelerator, run_tracker)
+            score_trained(inputs, run, result.is_reusable, accelerator, run_tracker)
 
 
 def load_inputs(
@@ -164,11 +164,11 @@ def load_inputs(
         *dataset.source_lines,
         *dataset.unread_lines(),
         *filter(None, [report, adapted]),
-        *explain_no_validation(dataset, spec.data.get("held_out"), target),
+        *explain_no_validation(dataset, data.held_out, target),
     ]
     facts = collect_facts(spec, target, weights, dataset, source)
     target.pack_weights()
-    return TrainingInputs(target, dataset, drafter, source, evaluation, facts, report_lines)
+    return TrainingInputs(spec, target, dataset, drafter, source, evaluation, facts, report_lines)
 
 
 def explain_no_validation(dataset: Dataset, share: Any, target: Target) -> Iterator[str]:
@@ -271,15 +271,9 @@ def check_is_new(run: Path) -> None:
         )
 
 
-def open_run(
-    run: Path,
-    config: str,
-    facts: InputFacts,
-    checkpoint: Path | None = None,
-    accepts_changes: bool = False,
-) -> None:
-    """Write the configuration, the text of config.yaml, and the provenance of a run that begins;
-    one with a checkpoint keeps its own.
+def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
+    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps
+    its own.
 
     A run that was killed before its first checkpoint begins anew, with the settings of this launch.
     """
@@ -288,14 +282,14 @@ def open_run(
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
             if checkpoint is not None:
-                check_inputs(run, facts, checkpoint, accepts_changes)
+                check_inputs(run, facts, checkpoint, spec.resume == "changed")
                 return
             # What cannot be read is not replaced.
             RunSpec.load(run / "config.yaml")
             delete_unfinished(run)
         provenance = {**facts.to_provenance(), **collect_provenance()}
         write_text(run / "provenance.json", json.dumps(provenance, indent=2) + "\n")
-        write_text(run / "config.yaml", config)
+        write_text(run / "config.yaml", spec.to_yaml())
     except OSError as error:
         raise UserError(
             f"run={run}: the folder cannot be written ({error.strerror}); choose another"
@@ -308,27 +302,31 @@ def open_run(
                 shutil.rmtree(run, ignore_errors=True)
 
 
-def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:
+def save_trained(inputs: TrainingInputs, run: Path, result: TrainingResult) -> None:
     """Save the drafter, and before it the target if it was trained too."""
     if inputs.drafter.capabilities.target_training:
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
         inputs.target.name = f"{inputs.target.name}, trained"
     save_drafter(
-        run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template
+        run / "drafter",
+        inputs.drafter,
+        inputs.spec,
+        result,
+        resume_advice(run),
+        inputs.target.template,
     )
 
 
 def score_trained(
-    spec: RunSpec,
-    run: Path,
     inputs: TrainingInputs,
+    run: Path,
     is_reusable: bool,
     accelerator: Any,
     tracker: Tracker,
 ) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
-    target = inputs.target
+    spec, target = inputs.spec, inputs.target
     scoring: RunScoring | None = None
     if target.sharding == "none" and is_reusable:
         if accelerator.is_main_process:

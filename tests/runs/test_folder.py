@@ -157,10 +157,10 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
         )
         for lr in (1e-3, 1e-2)
     )
-    open_run(tmp_path, old.to_yaml(), FACTS)
+    open_run(tmp_path, old, FACTS)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "best-000001").mkdir(parents=True)
-    open_run(tmp_path, new.to_yaml(), replace(FACTS, target_name="other"))
+    open_run(tmp_path, new, replace(FACTS, target_name="other"))
     assert RunSpec.load(tmp_path / "config.yaml").trainer.get("lr") == 1e-2
     assert json.loads((tmp_path / "provenance.json").read_text())["target_name"] == "other"
     assert not (tmp_path / "metrics.jsonl").exists() and not list(

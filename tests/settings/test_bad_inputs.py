@@ -384,7 +384,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("spectrain.runs.train.write_text", fail_on_full_disk)
     facts = InputFacts("", "", data={}, inputs={})
     with pytest.raises(UserError, match="the disk is full"):
-        open_run(tmp_path / "run", RunSpec().to_yaml(), facts)
+        open_run(tmp_path / "run", RunSpec(), facts)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter
 from spectrain.export.layout import DrafterCheckpoint, Interpretation
 from spectrain.export.measure import (
@@ -45,13 +44,10 @@ class CauseFinder:
     our chain decodes with.
     """
 
-    def __init__(
-        self, checkpoint: DrafterCheckpoint, files: TargetFiles, target: Target, spec: GroupSpec
-    ) -> None:
+    def __init__(self, checkpoint: DrafterCheckpoint, files: TargetFiles, target: Target) -> None:
         self.checkpoint = checkpoint
         self.files = files
         self.target = target
-        self.spec = spec
 
     def list_causes(self, position: int) -> Iterator[Cause]:
         """Yield the causes; `position` is where in a sequence the first round differs."""
@@ -91,7 +87,7 @@ class CauseFinder:
         return self.target, load_drafter(reading.drafter, self.target)
 
     def _load_in(self, dtype: str) -> tuple[Target, Drafter]:
-        target: Target = self.spec.with_settings(dtype=dtype).build()
+        target: Target = self.files.spec.with_settings(dtype=dtype).build()
         return target, load_drafter(self.checkpoint, target)
 
 

@@ -16,7 +16,6 @@ from spectrain.config.grouped import flatten_groups
 from spectrain.config.resolve import LowerLayers, default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
-from spectrain.eval.columns import tracked_systems
 from spectrain.eval.pipeline import UNKNOWN_DTYPE
 from spectrain.export.converter import read_drafter
 from spectrain.export.targets import TargetFiles
@@ -91,7 +90,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
             track_run(spec.tracker.build(), folder, spec.to_nodes(), "eval")
         )
         summary = write_score(folder, partial(evaluation.score, subject))
-        tracker.log_evaluation(summary, tracked_systems(summary), folder)
+        tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
     return summary
 
 
@@ -297,4 +296,4 @@ def find_causes(spec: RunSpec, run: Path, target: Target) -> CauseLister:
             yield from ()
 
         return list_none
-    return CauseFinder(checkpoint, files, target, spec.target).list_causes
+    return CauseFinder(checkpoint, files, target).list_causes

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.generation import Generation
@@ -98,7 +97,7 @@ def test_faults_are_named(fault: str, checkpoint: DrafterCheckpoint, tiny: Targe
     explains every round.
     """
     name, change = FAULTS[fault]
-    finder = CauseFinder(checkpoint, TINY, tiny, GroupSpec.from_node("target", TINY.settings))
+    finder = CauseFinder(checkpoint, TINY, tiny)
     own = OwnChain(tiny, load_drafter(checkpoint, tiny), finder.list_causes)
     prompts = [
         Generation(prompt.tokenize_for(tiny)) for prompt in read_prompts(None, NUM_PROMPTS).prompts
@@ -121,5 +120,5 @@ def test_faults_are_named(fault: str, checkpoint: DrafterCheckpoint, tiny: Targe
 def test_a_drafter_without_layers_has_few_causes(tiny: Target, tmp_path: Path) -> None:
     """Only number types are tested where no layout is known."""
     checkpoint = DrafterCheckpoint("ngram", {}, {})
-    finder = CauseFinder(checkpoint, TINY, tiny, GroupSpec.from_node("target", TINY.settings))
+    finder = CauseFinder(checkpoint, TINY, tiny)
     assert {cause.name for cause in finder.list_causes(5)} == {"dtype"}
