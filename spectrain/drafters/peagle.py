@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.config.values import Count, LayerCount, Seed, Share, Steps, VocabularySize, Width
-from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
+from spectrain.drafters.layers.chains import Chains, ConditionalDrop, sample_chains
+from spectrain.drafters.layers.chunked_attention import attend_chunks
 from spectrain.drafters.layers.eagle_layers import (
     NORM_VARIANTS,
     EagleDrafter,
@@ -211,9 +212,14 @@ class PEagle(EagleDrafter):
             )
             context = k.transpose(0, 1).flatten(1, 2)[None], v.transpose(0, 1).flatten(1, 2)[None]
             mask_qkv = piece.exchange_slots((own_q, own_k, own_v), owners)
-            masks = piece.return_slots(
-                chain_attention(*mask_qkv, context, seen_chains, self.window), owners
+            attended_masks = attend_chunks(
+                mask_qkv,
+                context,
+                seen_chains.chunks,
+                (seen_chains.anchors, seen_chains.depths),
+                window=self.window,
             )
+            masks = piece.return_slots(attended_masks, owners)
             return torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
+from spectrain.drafters.layers.chains import Chains, ConditionalDrop, sample_chains
+from spectrain.drafters.layers.chunked_attention import attend_chunks
 from spectrain.drafters.peagle import PEagle
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
@@ -284,7 +285,8 @@ def test_chunks_equal_the_dense_mask(window: int | None, monkeypatch: pytest.Mon
     )
     q, k, v = (torch.randn(1, heads, count, 8, requires_grad=True) for heads in (4, 2, 2))
     far_k, far_v = (torch.randn(1, 2, width, 8, requires_grad=True) for _ in range(2))
-    output = chain_attention(q, k, v, (far_k, far_v), chains, window)
+    positions = (chains.anchors, chains.depths)
+    output = attend_chunks((q, k, v), (far_k, far_v), chains.chunks, positions, window=window)
     dense = F.scaled_dot_product_attention(
         q,
         torch.cat([far_k, k], 2),

@@ -23,8 +23,6 @@ from spectrain.features.batch import Batch
 from spectrain.models.host_copies import copy_to_device, on_host
 from spectrain.randomness import CHAINS, sequence_generator
 
-from .chunked_attention import attend_chunks
-
 # Largest number of masks whose attention is computed together, unless one chain is longer.
 CHUNK_MASKS = 256
 
@@ -157,22 +155,3 @@ def _chunk_ranges(depths: Tensor) -> Iterator[tuple[int, int]]:
         reached = end
     if reached > begin:
         yield begin, reached
-
-
-def chain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: tuple[Tensor, Tensor],
-    chains: Chains,
-    window: int | None = None,
-) -> Tensor:
-    """Attend from masks q [1, H, C, D] to positions, keys and values [1, G, N, D], and to their
-    chain's k and v [1, G, C, D].
-
-    This runs over some chains of one document at a time, and over only the positions before the
-    last of these. Returns [1, H, C, D].
-    """
-    return attend_chunks(
-        (q, k, v), context, chains.chunks, (chains.anchors, chains.depths), window=window
-    )
