@@ -7,7 +7,7 @@ import time
 
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
-from spectrain.trees.base import WITHOUT_DRAFTER, PlanOptions, Prefix
+from spectrain.trees.base import PlanOptions, Prefix
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
@@ -95,7 +95,7 @@ def plan_rounds(runner: EagerRunner, request: Request) -> None:
     """
     planned = PlannedDrafter(runner, request)
     if not planned.is_worth_waiting(len(request.prompts), request.longest_prompt):
-        runner.follow_plan(WITHOUT_DRAFTER)
+        runner.follow_plan(runner.policy.plan_without(len(request.prompts)))
         return
     runner.round_drafter = planned
     # A drafter that reads skipped tokens writes as many slots in every row as in the one with most

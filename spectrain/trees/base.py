@@ -155,6 +155,12 @@ class RoundPolicy:
         """
         return True
 
+    def plan_without(self, num_texts: int) -> RoundPlan:
+        """Return the plan of the further rounds of so many texts whose drafter `may_draft` leaves
+        out.
+        """
+        return WITHOUT_DRAFTER
+
     def needs_drafter(self, prefix: Prefix, copies: list[Trie]) -> bool:
         """Complete the plan of a round by copies that are available without the drafter: tell
         whether the drafter runs too.

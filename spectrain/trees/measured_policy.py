@@ -173,7 +173,7 @@ class MeasuredPolicy(RoundPolicy):
         if options.num_waited is not None and not self.may_draft(
             len(prefix.lengths), prefix.longest, options.num_waited, begins=False
         ):
-            return WITHOUT_DRAFTER
+            return self.plan_without(len(prefix.lengths))
         return self._plan_draft(prefix)
 
     def refresh_times(
@@ -220,6 +220,10 @@ class MeasuredPolicy(RoundPolicy):
             return True
         num_unread = self._skipped_tokens(length, 0 if begins else self.last_draft_length)
         return costs.choice.may_draft(num_rounds, self._reading_cost(costs, num_unread, length))
+
+    def plan_without(self, num_texts: int) -> RoundPlan:
+        choice = self.costs_by_setting[num_texts, torch.get_num_threads()].choice
+        return replace(WITHOUT_DRAFTER, gain=choice.mean_gain, savings=choice.savings)
 
     def needs_drafter(self, prefix: Prefix, copies: list[Trie]) -> bool:
         self.select_costs(prefix)

@@ -97,10 +97,13 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
         builder.round_policy.num_plain == builder.round_policy.num_rounds == 11
         and builder.round_policy.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
     )
-    assert all(row.plans == [WITHOUT_DRAFTER] * 11 for row in generations)
+    # What they were left out for, before any of these rounds added to the savings.
+    weighed = replace(WITHOUT_DRAFTER, gain=-4.0, savings=0.0)
+    assert all(row.plans == [weighed] * 11 for row in generations)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
     plan_rounds(runner, make_request(shallow, PROMPTS, 12))
-    assert runner.drafter is None and runner.plan == WITHOUT_DRAFTER
+    assert runner.drafter is None and runner.plan.reason == "no drafter"
+    assert runner.plan.savings == builder.round_policy.costs.choice.savings
     for prompts, num_rounds in (
         (PROMPTS, 1200),
         (PROMPTS * 2, 12),
