@@ -1,5 +1,6 @@
-"""The answers of Qwen2.5-Coder-1.5B to the tasks of tasks.yaml, as token ids in this repository, so
-that sessions on machines that keep nothing add up.
+"""The answers of Qwen2.5-Coder-1.5B to the tasks of tasks.yaml and to questions about functions of
+this project, as token ids in this repository, so that sessions on machines that keep nothing add
+up.
 
     python -m lab.coder.answers prompts=prompts.jsonl  # writes the tasks that have no answer yet
     python -m lab.coder.answers answered=DIR           # adds a part with the answers of a set
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +36,14 @@ from spectrain.errors import UserError
 from spectrain.files import atomic_write, write_text
 from spectrain.models.loading import build_meta_network, load_hf
 
-from .make_prompts import TASKS, list_evaluation_phrases, list_phrases, list_task_prompts
+from .make_prompts import (
+    TASKS,
+    group_task_prompts,
+    iterate_functions,
+    list_evaluation_phrases,
+    list_phrases,
+    make_function_prompt,
+)
 
 PARTS = Path(__file__).with_name("answers")
 TARGET = "qwen2.5-coder-1.5b"
@@ -42,6 +51,8 @@ METADATA = b"spectrain"
 SCHEMA = pa.schema(
     [("id", pa.string()), ("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))]
 )
+SOURCES = tuple(PARTS.parents[2] / name for name in ("spectrain", "packages"))
+"""Folders of this project's functions. Where one changes, the answer to its old text stays."""
 LEFT_OUT = ("data", "target.model", "regenerate.shard_size")
 """Settings of a set that name files of one machine or change no answer."""
 
@@ -73,22 +84,34 @@ class Part:
         return sum(len(answer.tokens) for answer in self.answers)
 
 
-def list_ordered_prompts(tasks: dict[str, list[str]] | None = None) -> list[str]:
-    """Return the prompts of all tasks in the order in which they are answered: every task once
-    before any of them twice, each time in a language and wording that its hash decides.
+def list_ordered_prompts(
+    tasks: dict[str, list[str]] | None = None, folders: Iterable[Path] = SOURCES
+) -> list[str]:
+    """Return the prompts in the order in which they are answered: every task, concept and problem
+    once, with as many functions, before any of them twice, each time in a language and wording
+    that its hash decides.
 
     The order depends on the texts alone. Prompts that repeat a phrase of an evaluation are left
     out.
     """
     tasks = tasks or yaml.safe_load(TASKS.read_text(encoding="utf-8"))
     excluded = list_evaluation_phrases()
-    ranked: dict[str, tuple[int, str]] = {}
-    for task in tasks["tasks"]:
-        prompts = list_task_prompts({**tasks, "tasks": [task]})
-        usable = [prompt for prompt in prompts if not excluded & list_phrases(prompt)]
-        for rank, prompt in enumerate(sorted(usable, key=hash_text)):
-            ranked[prompt] = rank, hash_text(prompt)
-    return sorted(ranked, key=ranked.__getitem__)
+
+    def sort_usable(prompts: Iterable[str]) -> list[str]:
+        usable = {prompt for prompt in prompts if not excluded & list_phrases(prompt)}
+        return sorted(usable, key=hash_text)
+
+    groups = group_task_prompts(tasks)
+    ranks = {prompt: rank for group in groups for rank, prompt in enumerate(sort_usable(group))}
+    questions = sort_usable(list_own_questions(tasks, folders))
+    ranks.update({prompt: at // len(groups) for at, prompt in enumerate(questions)})
+    return sorted(ranks, key=lambda prompt: (ranks[prompt], hash_text(prompt)))
+
+
+def list_own_questions(tasks: dict[str, list[str]], folders: Iterable[Path]) -> Iterator[str]:
+    """Yield a question about every function of the folders, which the function's text decides."""
+    for text, opening in iterate_functions(folders):
+        yield make_function_prompt(tasks, text, opening, random.Random(hash_text(text)))
 
 
 def hash_text(text: str) -> str:
@@ -248,7 +271,7 @@ class PackAnswers:
             identifier = make_id(row.messages[0]["content"])
             if identifier not in position:
                 raise UserError(
-                    f"{shards.folder}: conversation {row.id} is no task of {TASKS.name}; answer "
+                    f"{shards.folder}: conversation {row.id} is no prompt of this order; answer "
                     "the prompts that prompts=FILE writes"
                 )
             if identifier not in answered:

