@@ -144,8 +144,8 @@ def test_turns_of_a_prompt_form_a_unit() -> None:
     together.
     """
     turns = [
-        replace(paired_turn(name, [2, 3 + number]), turn=number)
-        for name in "abc"
+        replace(paired_turn(name, [2, 3 + number + row]), turn=number)
+        for row, name in enumerate("abc")
         for number in range(2)
     ]
     assert measure_point(
