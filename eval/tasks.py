@@ -139,7 +139,8 @@ def task_score(
         tuple(is_right(reference, run.output) for run in (turn.autoregressive, turn.drafted))
         for reference, turn in judged
     ]
-    lost, won = verdicts.count((True, False)), verdicts.count((False, True))
+    lost = verdicts.count((True, False))
+    won = verdicts.count((False, True))
     return {
         "checked": len(judged),
         "not_run": len(answers) - len(judged),
@@ -162,7 +163,8 @@ def sign_test(first: int, second: int) -> float:
 
 def describe_changes(task: Mapping[str, Any]) -> str:
     """Say how many answers drafting made wrong and right, and whether that is more than chance."""
-    lost, won = task.get("only_autoregressive", 0), task.get("only_drafted", 0)
+    lost = task.get("only_autoregressive", 0)
+    won = task.get("only_drafted", 0)
     if not lost + won:
         return ""
     verdict = "more than" if task["p_value"] < 0.05 else "no more than"

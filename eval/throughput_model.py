@@ -64,8 +64,8 @@ def choose_length(alpha: float, c: float) -> tuple[int, float]:
     return best, speedups[best]
 
 
-def have_one_length(depths: Sequence[int]) -> bool:
-    """Tell whether all drafts have one length, but for a few rounds that drafted nothing."""
+def have_equal_lengths(depths: Sequence[int]) -> bool:
+    """Tell whether all drafts have the same length, but for a few rounds that drafted nothing."""
     drafted = [depth for depth in depths if depth]
     return len({*drafted}) == 1 and len(drafted) >= (1 - RARE) * len(depths)
 
@@ -86,7 +86,7 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
     c = draft / sum(depths) / step
     gamma = sum(depths) / len(depths)
     tokens = sum(expect_tokens(alpha, depth) for depth in depths) / len(depths)
-    best, best_speedup = choose_length(alpha, c) if have_one_length(depths) else (None, None)
+    best, best_speedup = choose_length(alpha, c) if have_equal_lengths(depths) else (None, None)
     return ThroughputModel(
         round(alpha, 4),
         round(c, 4),

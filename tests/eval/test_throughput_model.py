@@ -13,7 +13,7 @@ from spectrain.eval.throughput_model import (
     expect_speedup,
     expect_tokens,
     fit_throughput_model,
-    have_one_length,
+    have_equal_lengths,
 )
 
 
@@ -87,11 +87,11 @@ def test_drafts_of_several_lengths_are_averaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depths", "is_one"),
+    ("depths", "expected"),
     [([3] * 20, True), ([3] * 19 + [0], True), ([3] * 18 + [0, 0], False), ([3, 2], False)],
 )
-def test_a_chain_has_one_length(depths: list[int], is_one: bool) -> None:
-    assert have_one_length(depths) is is_one
+def test_the_lengths_of_a_chain_are_equal(depths: list[int], expected: bool) -> None:
+    assert have_equal_lengths(depths) is expected
 
 
 def test_untimed_or_undrafted_rounds_have_no_model() -> None:

@@ -88,7 +88,8 @@ def test_given_labels_are_not_called_unused(shallow: Target, tmp_path: Path) -> 
     """The data reads no column of labels, and the judge does where it has them."""
     path = write_rows(tmp_path / "labelled.jsonl")
     dataset = JsonlReader(path).make_dataset(shallow.template)
-    with_labels, without = DraftJudge(shallow, labels=path), DraftJudge(shallow)
+    with_labels = DraftJudge(shallow, labels=path)
+    without = DraftJudge(shallow)
     for judge in (with_labels, without):
         judge.prepare(shallow, torch.zeros(1))
     assert dataset.unread_lines(with_labels.row_keys) == []
