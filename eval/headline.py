@@ -19,7 +19,8 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.fixed_trees import CHAIN, START
-from spectrain.eval.noise import is_possible
+from spectrain.eval.noise import SLACK, is_possible
+from spectrain.eval.throughput_model import MAX_LENGTH
 
 Summary = Mapping[str, Any]
 
@@ -127,6 +128,9 @@ def _explain_speed(entry: Summary) -> str:
     if not predicted or not timed:
         return ""
     cost = length / predicted
+    if cost < 1 / SLACK:
+        # A round takes at least a step: other work slowed the steps down.
+        return ""
     free = length / (1 + cost * shares["draft"] / timed)
     return (
         f": a round makes {length:.2f} tokens and takes as long as {cost:.2f} steps without a "
@@ -147,16 +151,23 @@ def _describe_throughput_model(entry: Summary) -> str:
     model = entry["throughput_model"]
     length = entry["acceptance_length"]["pooled"]
     speedup = format_speedup(entry["speedup"])
-    best = (
-        f"best gamma = {model['best_gamma']}, V_SD = {model['best_speedup']:.2f}"
-        if model["best_gamma"]
-        else "no gamma gains"
-    )
     return (
         f"In the surveys' symbols, {entry['label']}: alpha = {model['alpha']:.2f}, c = "
         f"{model['c']:.2f}, gamma = {model['gamma']:.3g}; E[N] = {model['expected_tokens']:.2f}, "
-        f"{length:.2f} measured; V_SD = {model['speedup']:.2f}, {speedup} measured; {best}."
+        f"{length:.2f} measured; V_SD = {model['speedup']:.2f}, {speedup} measured; "
+        f"{_describe_best_length(model)}."
     )
+
+
+def _describe_best_length(model: Summary) -> str:
+    """Say which length of a chain has the largest speedup by the model."""
+    best = model["best_gamma"]
+    if best is None:
+        return "its drafts have several lengths, so no gamma is the best"
+    if not best:
+        return "no gamma gains"
+    more = " or more" if best == MAX_LENGTH else ""
+    return f"best gamma = {best}{more}, V_SD = {model['best_speedup']:.2f}"
 
 
 def count_prompts(number: int) -> str:

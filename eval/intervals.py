@@ -11,6 +11,7 @@ from scipy.special import stdtrit
 Floats = NDArray[np.float64]
 Interval = list[float] | None
 TINY = 1e-9  # a standard error of a log below this is rounding
+FEW = 8  # prompts below which the bootstrap covers too little
 
 
 def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interval:
@@ -23,8 +24,9 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
     little: of 300 evaluations of 8, 20 and 40 prompts 90, 90 and 96 %, where this one covers 94, 95
     and 97 %. Below 8 prompts, or if all resamples are equal, Student's t replaces it. The interval
     never leaves the range of the resamples, as it would if one prompt took most of the time because
-    something else ran on the machine. Return None below 2 prompts or if a sum is 0, and the value
-    itself if prompts do not differ. A prompt of zeros only (without a round) is not counted.
+    something else ran on the machine. Return None below 2 prompts or if a sum is 0. If prompts do
+    not differ, return the value itself, and None below 8 prompts, where counts are equal by chance.
+    A prompt of zeros only (without a round) is not counted.
     """
     columns = columns[columns.any(-1)]
     prompts = len(columns)
@@ -32,10 +34,12 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
         return None
     sign = np.asarray(signs, dtype=np.float64)
     value, error = (float(part[0]) for part in _log_statistic(columns, sign, np.ones((1, prompts))))
+    if prompts < FEW and error <= TINY:
+        return None
     low = high = float(stdtrit(prompts - 1, 0.975))
     least = -np.inf
     most = np.inf
-    if prompts >= 8 and error > TINY:
+    if prompts >= FEW and error > TINY:
         weights = (
             np.random.default_rng(0)
             .multinomial(prompts, np.full(prompts, 1 / prompts), draws)

@@ -21,6 +21,7 @@ from spectrain.eval.context import format_length
 from spectrain.eval.draft_model import describe_draft_model
 from spectrain.eval.fixed_trees import START, UNTRAINED
 from spectrain.eval.headline import count_prompts, format_gain, list_throughput_models
+from spectrain.eval.tasks import describe_changes
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
 
@@ -420,7 +421,7 @@ def _describe_quality(summary: Summary) -> Iterator[str]:
         if task["checked"]:
             yield (
                 f"Task: {task['drafted']} of {task['checked']} drafted answers right, "
-                f"{task['autoregressive']} of those without drafts."
+                f"{task['autoregressive']} of those without drafts{describe_changes(task)}."
             )
         if task["not_run"]:
             yield (

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from math import comb
 from typing import Any, Protocol
 
 from spectrain.errors import UserError
@@ -115,7 +116,8 @@ def task_score(
     target: Target, references: Mapping[str, Reference], turns: Sequence[Turn], execute: bool
 ) -> dict[str, Any] | None:
     """Count the right answers, drafted and not, by the references of prompts' ids; None if there
-    are none.
+    are none. `only_autoregressive` and `only_drafted` count those that one of the two alone got
+    right, and `p_value` is that of a sign test between them.
 
     Programs run only with `execute`, and count as not run otherwise.
     """
@@ -133,11 +135,40 @@ def task_score(
             )
         )
 
+    verdicts = [
+        tuple(is_right(reference, run.output) for run in (turn.autoregressive, turn.drafted))
+        for reference, turn in judged
+    ]
+    lost = verdicts.count((True, False))
+    won = verdicts.count((False, True))
     return {
         "checked": len(judged),
         "not_run": len(answers) - len(judged),
-        "autoregressive": sum(
-            is_right(reference, turn.autoregressive.output) for reference, turn in judged
-        ),
-        "drafted": sum(is_right(reference, turn.drafted.output) for reference, turn in judged),
+        "autoregressive": sum(plain for plain, _ in verdicts),
+        "drafted": sum(drafted for _, drafted in verdicts),
+        "only_autoregressive": lost,
+        "only_drafted": won,
+        "p_value": round(sign_test(lost, won), 4),
     }
+
+
+def sign_test(first: int, second: int) -> float:
+    """Return the probability that pairs of which each favours one of two sides by chance split as
+    unevenly as these (McNemar, 1947, in its exact form); 1 without pairs.
+    """
+    count = first + second
+    tail = sum(comb(count, number) for number in range(min(first, second) + 1))
+    return min(1.0, 2 * tail / 2**count)
+
+
+def describe_changes(task: Mapping[str, Any]) -> str:
+    """Say how many answers drafting made wrong and right, and whether that is more than chance."""
+    lost = task.get("only_autoregressive", 0)
+    won = task.get("only_drafted", 0)
+    if not lost + won:
+        return ""
+    verdict = "more than" if task["p_value"] < 0.05 else "no more than"
+    return (
+        f": drafting made {lost} wrong and {won} right, which is {verdict} chance (sign test, p = "
+        f"{task['p_value']:.2g})"
+    )

@@ -10,7 +10,9 @@ tokens, and takes gamma c + 1 steps if verifying costs what a step costs:
 
     V_SD = E[N] / (gamma c + 1).
 
-Where drafts have several lengths, E[N] is averaged over the rounds, and gamma is their mean.
+Where drafts have several lengths, E[N] is averaged over the rounds, and gamma is their mean. Then
+no length is called the best: something else decides how much a round drafts, such as what can be
+copied or the drafter's confidence, and alpha holds for the drafts that it chose.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from spectrain.eval.metrics import Turn, count_judged_tokens, measure_step, sum_
 
 MAX_LENGTH = 32
 """Longest chain that is searched for the best length, in tokens."""
+RARE = 0.05
+"""Share of rounds that may draft nothing in a chain of one length."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ class ThroughputModel:
     # Tokens of a round, E[N], and the speedup V_SD, both by the model.
     expected_tokens: float
     speedup: float
-    # The length with the largest V_SD, and that V_SD; 0 and 1 where no length gains.
-    best_gamma: int
-    best_speedup: float
+    # The length with the largest V_SD, and that V_SD; 0 and 1 where no length gains, and None where
+    # drafts have several lengths.
+    best_gamma: int | None
+    best_speedup: float | None
 
 
 def expect_tokens(alpha: float, gamma: int) -> float:
@@ -59,6 +64,12 @@ def choose_length(alpha: float, c: float) -> tuple[int, float]:
     return best, speedups[best]
 
 
+def have_equal_lengths(depths: Sequence[int]) -> bool:
+    """Tell whether all drafts have the same length, but for a few rounds that drafted nothing."""
+    drafted = [depth for depth in depths if depth]
+    return len({*drafted}) == 1 and len(drafted) >= (1 - RARE) * len(depths)
+
+
 def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
     """Return the model's numbers of a chain; None where nothing was drafted, or where the parts
     of a round were not timed, as by a server.
@@ -75,7 +86,7 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
     c = draft / sum(depths) / step
     gamma = sum(depths) / len(depths)
     tokens = sum(expect_tokens(alpha, depth) for depth in depths) / len(depths)
-    best, best_speedup = choose_length(alpha, c)
+    best, best_speedup = choose_length(alpha, c) if have_equal_lengths(depths) else (None, None)
     return ThroughputModel(
         round(alpha, 4),
         round(c, 4),
@@ -83,5 +94,5 @@ def fit_throughput_model(turns: Sequence[Turn]) -> ThroughputModel | None:
         round(tokens, 4),
         round(tokens / (gamma * c + 1), 4),
         best,
-        round(best_speedup, 4),
+        None if best_speedup is None else round(best_speedup, 4),
     )

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 from spectrain.data.chat_template import Kind
 from spectrain.decoding.generation import Generation
@@ -146,13 +147,15 @@ class Interleaving:
         changes a count. All systems answer the same prompts.
         """
         self.progress.begin("counting prompt", len(prompts))
+        numbers = count()
         for first in range(0, len(prompts), COUNTED_TOGETHER):
             chats = [
                 (prompt, list[TurnAnswer]()) for prompt in prompts[first : first + COUNTED_TOGETHER]
             ]
             self.num_counted = first + len(chats)
             while chats:
-                batch = [self._make_request(*chat, row) for row, chat in enumerate(chats, first)]
+                # No two texts share random draws, those of later turns included.
+                batch = [self._make_request(*chat, next(numbers)) for chat in chats]
                 runs = self._decode_untimed(batch)
                 # No count reads the pair's other run.
                 runs[AUTOREGRESSIVE] = runs[self.untimed[0].name]

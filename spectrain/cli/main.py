@@ -362,7 +362,7 @@ def train_command(config: Any) -> None:
     print_json(lazy_import("cli.results.TrainResult").from_folder(folder, name).to_dict())
     with result_output():
         family = str(spec.drafter.choice)
-        lazy_import("cli.next_steps.print_after_training")(folder, family, name)
+        lazy_import("cli.next_steps.print_after_training")(folder, family, name, spec.name)
 
 
 def evaluate_command(config: Any) -> None:

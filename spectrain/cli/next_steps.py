@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spectrain.config.choices import list_constructors
 from spectrain.export.layouts import list_formats
 from spectrain.output.console import make_console
 from spectrain.runs.folder import find_results_folder
 
 
-def print_after_training(run: Path, family: str, evaluation_name: str | None) -> None:
+def print_after_training(run: Path, family: str, evaluation_name: str | None, recipe: str) -> None:
     """Print the next three commands after a training: chat, look at the score, or score where
-    there is no score yet, and export where an engine serves the family.
+    there is no score yet, and export where an engine serves the family. What was trained for the
+    acceptance rule of the recipe's name drafts nothing, so a drafter is scored with that rule.
     """
+    if recipe in list_constructors("acceptance"):
+        rule = f"acceptance={recipe} acceptance.path={run}"
+        score = f"spectrain eval run=runs/NAME {rule} eval.name={recipe}"
+        print_steps({score: "score a drafter of yours with it"})
+        return
     steps = {f"spectrain chat run={run}": "chat through it"}
     page = None if evaluation_name is None else run / "eval" / evaluation_name / "report.html"
     if page is not None and page.exists():

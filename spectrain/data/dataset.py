@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from spectrain.config.values import Below1
 from .chat import Example, tokenize_conversation
 from .chat_template import KINDS, ChatTemplate, Kind
 from .image_processor import ImageProcessor, get_images, has_complete_images
-from .messages import Conversation
+from .messages import Conversation, describe_row_key
 
 # A share of the conversations, or "auto": see `choose_held_out_share`.
 HeldOutShare = Below1 | Literal["auto"]
@@ -158,9 +158,16 @@ class Dataset:
         """
         return EpochBatchStream(self, batching, rank, num_processes, state, batches_per_step)
 
-    def unread_lines(self) -> list[str]:
-        """Return a line for each thing that the rows say and nothing reads, with its count."""
-        return [f"not used: {count} x {name}" for name, count in sorted(self.unread.items())]
+    def unread_lines(self, row_keys: Collection[str] = ()) -> list[str]:
+        """Return a line for each thing that the rows say and nothing reads, with its count; the
+        drafter reads `row_keys`.
+        """
+        read = {*map(describe_row_key, row_keys)}
+        return [
+            f"not used: {count} x {name}"
+            for name, count in sorted(self.unread.items())
+            if name not in read
+        ]
 
     def summary_line(self) -> str:
         """Describe the data, and what of it was cut or left out, for the first line that a run

@@ -123,6 +123,11 @@ def name_row(origin: str) -> Iterator[None]:
         raise UserError(f"{origin}: {text.removeprefix('data: ')}") from error
 
 
+def describe_row_key(key: str) -> str:
+    """Name a key of a row, as it is counted where nothing reads it."""
+    return f"key {key!r} of a row"
+
+
 def parse_conversation(
     row: Any,
     location: str,
@@ -183,7 +188,7 @@ def parse_conversation(
             for key, value in turn.items()
             if key not in MESSAGE_KEYS and value is not None
         )
-    unread.update(f"key {key!r} of a row" for key in row if key not in ROW_KEYS)
+    unread.update(describe_row_key(key) for key in row if key not in ROW_KEYS)
     check_tool_calls(messages, location)
     tools = parse_tools(row.get("tools", row.get("functions")), location)
     documents = parse_documents(row.get("documents"), location)

@@ -41,6 +41,7 @@ GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
 REFERENCE = render_pages()
 # Settings of all drafters that no constructor has.
 EVERY_DRAFTER = {"init"}
+ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
 REPOSITORY_PATH = re.compile(
     r"(?:conf|docs|eval|examples|kernels|lab|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
 )
@@ -69,10 +70,18 @@ def list_commands(text: str) -> list[str]:
     container.
     """
     result = []
-    for words in shell_lines(text):
+    for words in (part for line in shell_lines(text) for part in split_line(line)):
         if "spectrain" in words and words[:2] != ["docker", "build"] and "COMMAND" not in words:
             result.append(shlex.join(words[words.index("spectrain") + 1 :]))
     return list(dict.fromkeys(result))
+
+
+def split_line(words: list[str]) -> Iterator[list[str]]:
+    """Yield the words of each command of a line."""
+    while words:
+        end = next((at for at, word in enumerate(words) if word in ENDS_COMMAND), len(words))
+        yield words[:end]
+        words = words[end + 1 :]
 
 
 DOCUMENTED = [
@@ -133,6 +142,8 @@ def test_commands_are_recognised_in_every_kind_of_line() -> None:
     fenced = "```sh\nA=1 torchrun -m spectrain train \\\n    recipe=gkd  # so\nmake test\n```\n"
     text = f"{fenced}Say `spectrain doctor --json`, or\n```\nspectrain no\n```"
     assert list_commands(text) == ["train recipe=gkd", "doctor --json"]
+    lines = "```sh\nspectrain runs | spectrain doctor && make test\n```\n"
+    assert list_commands(lines) == ["runs", "doctor"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,14 @@ def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatc
         check_command(command, monkeypatch)
 
 
+# What such a program does first.
+ACTIONS = {
+    "docker": {"build", "run"},
+    "kubectl": {"apply", "logs"},
+    "pip": {"install"},
+    "pipx": {"install"},
+    "uv": {"tool"},
+}
 # Programs that a line of a shell block may begin with, besides spectrain, make and python.
 PROGRAMS = {
     "curl",
@@ -169,7 +188,6 @@ PROGRAMS = {
     "uv",
     "vllm",
 }
-ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
 
 
 def find_line_fault(line: str) -> str | None:
@@ -180,13 +198,8 @@ def find_line_fault(line: str) -> str | None:
     hidden = re.search(r"\bspectrain (\S+)|\bpython -m \S+", comment)
     if hidden and (hidden[1] is None or hidden[1] in {name.split()[0] for name in help.COMMANDS}):
         return f"a command behind #: {hidden[0]}"
-    words = shlex.split(line, comments=True)
-    while words:
-        end = next((at for at, word in enumerate(words) if word in ENDS_COMMAND), len(words))
-        if (fault := find_command_fault(words[:end])) is not None:
-            return fault
-        words = words[end + 1 :]
-    return None
+    faults = map(find_command_fault, split_line(shlex.split(line, comments=True)))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def find_command_fault(words: list[str]) -> str | None:
@@ -203,18 +216,38 @@ def find_command_fault(words: list[str]) -> str | None:
         return f"two commands in a line: {shlex.join(words)}"
     if first == "." and len(rest) != 1:
         return f"one file is read: {shlex.join(words)}"
+    if first == "make":
+        missing = [word for word in rest if "=" not in word and word not in list_make_targets()]
+        return f"make has no {missing}" if missing else None
+    if first in ACTIONS and rest[0] not in ACTIONS[first]:
+        return f"{first} has no {rest[0]}"
     if (
         first == "python"
         and rest[:1] == ["-m"]
-        and rest[1].split(".")[0] in {"examples", "lab", "scripts", "tests"}
+        and rest[1].split(".")[0] in {"examples", "lab", "packages", "scripts", "tests"}
     ):
-        path = ROOT.joinpath(*rest[1].split("."))
-        return (
-            None
-            if path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-            else f"no module: {rest[1]}"
-        )
+        return find_module_fault(rest[1], rest[2:])
     return None
+
+
+def find_module_fault(name: str, words: list[str]) -> str | None:
+    """Say what is wrong with a module of the repository that a command runs, and with its flags."""
+    path = ROOT.joinpath(*name.split("."))
+    files = [path.with_suffix(".py"), path / "__main__.py"]
+    source = next((file.read_text() for file in files if file.is_file()), None)
+    if source is None:
+        return f"no module: {name}"
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    # A module may add them in a loop over their names.
+    unknown = [
+        flag for flag in flags if f'"{flag}"' not in source and f'"{flag[2:]}"' not in source
+    ]
+    return f"{name} has no {unknown}" if unknown else None
+
+
+def list_make_targets() -> set[str]:
+    """Return the targets of the Makefile."""
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -239,6 +272,9 @@ def test_every_line_of_a_shell_block_is_a_command(document: str) -> None:
         "spectrain bench decode spectrain chat",
         "python -m lab.benchmarks.nothing",
         "spectrain doctor && spectrum plan",
+        "make models demo-nothing",
+        "pipx instal spectrain",
+        "python -m lab.benchmarks.context --nothing",
     ],
 )
 def test_wrapped_lines_are_found(line: str) -> None:
@@ -247,13 +283,17 @@ def test_wrapped_lines_are_found(line: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_has_the_targets(document: str) -> None:
-    """Every target of make that a document names exists."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    text = DOCUMENTS[document]
-    named = {words[1] for words in shell_lines(text) if words[:1] == ["make"]} | set(
-        re.findall(r"`make ([a-z-]+)", text)
-    )
-    assert named <= targets
+    """Every target of make that a sentence names exists."""
+    named = set(re.findall(r"`make ([a-z-]+)", DOCUMENTS[document]))
+    assert named <= list_make_targets()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_in_sentences_are_commands(document: str) -> None:
+    """A program of the repository that a sentence names, as `python -m lab.pages.make_pages`."""
+    spans = re.findall(r"`(python -m [^`]+)`", FENCE.sub("", DOCUMENTS[document]))
+    faults = [find_line_fault(" ".join(span.split())) for span in spans]
+    assert not [fault for fault in faults if fault is not None]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -231,6 +231,9 @@ def test_the_speed_has_a_reason() -> None:
     cost = 1.8 / 1.2
     assert f"a round makes 1.80 tokens and takes as long as {cost:.2f} steps" in sentence
     assert f"it would be {1.8 / (1 + cost * 0.25):.2f} times" in sentence
+    # A round that takes less than a step was compared with disturbed steps.
+    summary["speedup"]["predicted"] = 2.0
+    assert "takes as long as" not in next(iter(describe_headline(summary)))
 
 
 def test_counts_and_times_are_apart_with_a_limit_of_time(shallow: Target, tmp_path: Path) -> None:

@@ -290,6 +290,16 @@ def test_interval_is_the_point_where_prompts_are_equal(
     assert interval(turns) == [round(statistic(turns), 4)] * 2
 
 
+@pytest.mark.parametrize(("prompts", "has_interval"), [(2, False), (7, False), (8, True)])
+def test_few_equal_prompts_have_no_interval(prompts: int, has_interval: bool) -> None:
+    """Counts of two prompts are often the same by chance, which makes nothing certain."""
+    turns = [make_turn(f"p{i}", make_generation([2, 1], [3] * 2, 4)) for i in range(prompts)]
+    ends = metrics.acceptance_interval(turns)
+    assert ends == ([1.5, 1.5] if has_interval else None)
+    other = make_turn("other", make_generation([2, 2], [3] * 2, 5))
+    assert metrics.acceptance_interval([*turns, other]) is not None
+
+
 @pytest.mark.parametrize("interval", [metrics.acceptance_interval, metrics.speedup_interval])
 def test_interval_needs_two_prompts(interval: IntervalOf) -> None:
     """Turns of one prompt are one draw, and a prompt without a round is none."""

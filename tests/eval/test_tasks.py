@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 
 import spectrain
 from spectrain.decoding.acceptance import Greedy
@@ -22,9 +23,11 @@ from spectrain.eval.tasks import (
     Number,
     Program,
     check_execution,
+    describe_changes,
     extract_program,
     last_number,
     reference_of,
+    sign_test,
     task_score,
 )
 from spectrain.models.target import Target
@@ -126,8 +129,36 @@ def test_both_sides_are_scored(tiny: Target) -> None:
         "not_run": 0,
         "autoregressive": 2,
         "drafted": 1,
+        "only_autoregressive": 1,
+        "only_drafted": 0,
+        "p_value": 1.0,
     }
     assert task_score(tiny, {}, turns, False) is None
+
+
+def test_the_sign_test_is_that_of_scipy() -> None:
+    """Two-sided and exact; 10 of 10 answers that change for the worse are no chance, 3 of 3 are."""
+    for lost in range(8):
+        for won in range(1, 8):
+            expected = binomtest(lost, lost + won).pvalue
+            assert sign_test(lost, won) == pytest.approx(expected)
+    assert sign_test(0, 0) == 1 and sign_test(3, 0) == 0.25 and sign_test(10, 0) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((6, 0), ": drafting made 6 wrong and 0 right, which is more than chance (sign test, p = "),
+        ((3, 1), ": drafting made 3 wrong and 1 right, which is no more than chance (sign test, "),
+        ((0, 0), ""),
+    ],
+)
+def test_a_score_says_whether_answers_changed_by_chance(counts: tuple[int, int], text: str) -> None:
+    lost, won = counts
+    task = {"checked": 9, "not_run": 0, "autoregressive": 8, "drafted": 8 - lost + won}
+    task |= {"only_autoregressive": lost, "only_drafted": won, "p_value": sign_test(lost, won)}
+    end = describe_changes(task)
+    assert end.startswith(text) if text else end == ""
 
 
 class Judge(ModuleType):
@@ -188,6 +219,9 @@ def test_programs_are_run_only_where_that_is_allowed(
         "not_run": 1,
         "autoregressive": 0,
         "drafted": 0,
+        "only_autoregressive": 0,
+        "only_drafted": 0,
+        "p_value": 1.0,
     }
 
 

@@ -13,6 +13,7 @@ from spectrain.eval.throughput_model import (
     expect_speedup,
     expect_tokens,
     fit_throughput_model,
+    have_equal_lengths,
 )
 
 
@@ -80,6 +81,17 @@ def test_drafts_of_several_lengths_are_averaged() -> None:
     assert model is not None and model.gamma == 0.75 and model.alpha == 1.0
     assert model.expected_tokens == (1 + 1 + 1 + 4) / 4
     assert model.speedup == pytest.approx(1.75 / (0.75 * 0.1 + 1), abs=1e-3)
+    # By alpha and c alone a chain of 32 would be 7.86 times as fast, but three rounds of four
+    # found nothing to draft.
+    assert model.best_gamma is None and model.best_speedup is None
+
+
+@pytest.mark.parametrize(
+    ("depths", "expected"),
+    [([3] * 20, True), ([3] * 19 + [0], True), ([3] * 18 + [0, 0], False), ([3, 2], False)],
+)
+def test_the_lengths_of_a_chain_are_equal(depths: list[int], expected: bool) -> None:
+    assert have_equal_lengths(depths) is expected
 
 
 def test_untimed_or_undrafted_rounds_have_no_model() -> None:
@@ -108,3 +120,10 @@ def test_the_headline_has_the_model_of_the_first_chain() -> None:
         "measured; V_SD = 1.07, 0.80 measured; best gamma = 1, V_SD = 1.20."
     )
     assert "n-gram" in second and second.endswith("no gamma gains.")
+    for best, end in (
+        (None, "its drafts have several lengths, so no gamma is the best."),
+        (32, "best gamma = 32 or more, V_SD = 1.20."),
+    ):
+        own = {**numbers["throughput_model"], "best_gamma": best}
+        entry = {**numbers, "label": "chain", "throughput_model": own}
+        assert describe_headline({**entry, "compared": {}, "server": "vllm"})[-1].endswith(end)

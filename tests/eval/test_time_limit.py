@@ -2,6 +2,7 @@
 decoding moves.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +20,7 @@ from spectrain.eval.time_limit import (
     is_decided,
     sequential_evidence,
 )
-from spectrain.eval.turns import Interleaving
+from spectrain.eval.turns import Interleaving, TurnRequest
 from tests.eval.test_noise import make_generation
 
 SECONDS = 12.0  # of one prompt, decoded autoregressively, by a drafter and by the oracle
@@ -60,6 +61,45 @@ def count_prompts(
     decoding = Clocked(limit, clock, unsteady)
     decoding.run([SimpleNamespace(tokenize_for=lambda target: [1])] * 60)  # type: ignore[list-item]
     return decoding.num_prompts
+
+
+class Counted(Interleaving):
+    """Counts tokens without decoding, and records the key of every text's random draws."""
+
+    def __init__(self, clock: list[float]) -> None:
+        systems: Any = [
+            SimpleNamespace(name="drafter", is_timed=True),
+            SimpleNamespace(name="chain", is_timed=False),
+        ]
+        decoder: Any = MagicMock()
+        decoder.target.max_length = 100
+        super().__init__(decoder, systems, [], None, 8, 1, TimeLimit(60, clock=lambda: clock[0]))
+        self.turns["chain"] = []
+        self.keys: list[int] = []
+
+    def _make_request(self, prompt: Any, answers: Any, sequence_id: int) -> TurnRequest:
+        self.keys.append(sequence_id)
+        return TurnRequest(prompt, len(answers), [1], sequence_id)
+
+    def _decode_untimed(self, batch: Sequence[TurnRequest]) -> Any:
+        return {"chain": [make_generation([2], 1.0) for _ in batch]}
+
+
+def test_counted_texts_share_no_random_draws() -> None:
+    """A later turn is another text than the first turn of the next conversation."""
+    counted = Counted([100.0])
+    prompts: Any = [
+        SimpleNamespace(
+            id=str(number),
+            category="all",
+            num_answers=1 + number % 3,
+            tokenize_for=lambda target, answers: [1],
+        )
+        for number in range(13)
+    ]
+    counted._count(prompts)
+    num_texts = sum(prompt.num_answers for prompt in prompts)
+    assert len(counted.turns["chain"]) == len(counted.keys) == len({*counted.keys}) == num_texts
 
 
 def test_as_many_prompts_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,8 +144,8 @@ def test_turns_of_a_prompt_form_a_unit() -> None:
     together.
     """
     turns = [
-        replace(paired_turn(name, [2, 3 + number]), turn=number)
-        for name in "abc"
+        replace(paired_turn(name, [2, 3 + number + row]), turn=number)
+        for row, name in enumerate("abc")
         for number in range(2)
     ]
     assert measure_point(
@@ -249,3 +249,13 @@ def test_the_grid_has_every_batch_at_every_length(shallow: Target, tmp_path: Pat
     sentences = " ".join(describe_grid(grid))
     assert "24: " in sentences and "48: " in sentences and "Batches of 64 need" in sentences
     assert (folder / "grid.md").read_text().startswith("| context | 1 at once")
+    # Speedups of 1.3 alone and 1.1 for two, of which the first is certain; at 48 no speedup is.
+    for row, speedups, ends in zip(
+        grid["rows"], ((1.3, 1.1), (0.9, 0.8)), (([1.1, 1.5], [0.9, 1.2]), (None, None))
+    ):
+        for point, speedup, interval in zip(row["points"], speedups, ends):
+            point |= {"speedup": speedup, "ci95": interval}
+        row["crossover"] = asdict(find_crossover([1, 2], speedups, ends))
+    sentences = " ".join(describe_grid(grid))
+    assert "24: 2 or more, 48: none." in sentences
+    assert "All intervals lie above 1 up to so many at once: 24: 1, 48: none." in sentences

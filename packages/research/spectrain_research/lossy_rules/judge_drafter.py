@@ -29,7 +29,7 @@ from spectrain.models.target import Target
 from spectrain.randomness import sequence_generator
 from spectrain.trees.rollout import Draft
 from spectrain_research.lossy_rules.channel import draw_training_cost
-from spectrain_research.lossy_rules.labels import GivenLabels
+from spectrain_research.lossy_rules.labels import COLUMN, GivenLabels
 from spectrain_research.shared.purposes import JUDGED
 
 
@@ -111,6 +111,7 @@ class DraftJudge(Drafter):
         target.require_layers("drafter=draft_judge, whose loss runs the target,")
         if self.labels_path is not None:
             self.given = GivenLabels(self.labels_path, target)
+            self.row_keys = (COLUMN,)
 
     @property
     def stages(self) -> list[Stage]:

@@ -9,6 +9,7 @@ import torch
 
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.messages import parse_conversation
+from spectrain.data.readers import JsonlReader
 from spectrain.drafters.base import TrainingState
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
@@ -81,6 +82,18 @@ def test_wrong_pieces_are_wrong_tokens(shallow: Target, tmp_path: Path, packed: 
         assert len(text) <= sum(map(len, wrong or [])) + 4 * len(wrong or [])
         row += len(judged)
     assert row == len(states) == len(weights)
+
+
+def test_given_labels_are_not_called_unused(shallow: Target, tmp_path: Path) -> None:
+    """The data reads no column of labels, and the judge does where it has them."""
+    path = write_rows(tmp_path / "labelled.jsonl")
+    dataset = JsonlReader(path).make_dataset(shallow.template)
+    with_labels = DraftJudge(shallow, labels=path)
+    without = DraftJudge(shallow)
+    for judge in (with_labels, without):
+        judge.prepare(shallow, torch.zeros(1))
+    assert dataset.unread_lines(with_labels.row_keys) == []
+    assert dataset.unread_lines(without.row_keys) == ["not used: 2 x key 'wrong' of a row"]
 
 
 def test_the_probe_learns_given_labels(shallow: Target, tmp_path: Path) -> None:

@@ -106,6 +106,12 @@ def format_stop(row: dict[str, Any]) -> str:
     return f"{largest:g} or more" if crossover.kind == "always" else "none"
 
 
+def format_certain(row: dict[str, Any]) -> str:
+    """Format the number of prompts at once up to which drafting surely pays at one length."""
+    certain = row["crossover"]["certain"]
+    return "none" if certain is None else f"{certain:g}"
+
+
 def describe_grid(grid: Grid) -> Iterator[str]:
     """Say where the line runs between where drafting pays and where it does not, and how it moves
     with the context.
@@ -113,6 +119,11 @@ def describe_grid(grid: Grid) -> Iterator[str]:
     rows = grid["rows"]
     line = ", ".join(f"{format_length(row['context'])}: {format_stop(row)}" for row in rows)
     yield f"Drafting pays up to so many prompts at once, by context ({grid['system']}): {line}."
+    if any(point["ci95"] for row in rows for point in row["points"]):
+        certain = ", ".join(
+            f"{format_length(row['context'])}: {format_certain(row)}" for row in rows
+        )
+        yield f"All intervals lie above 1 up to so many at once: {certain}."
     if trend := describe_trend(rows):
         yield trend
     if any(point["ci95"] is None for row in rows for point in row["points"]):
