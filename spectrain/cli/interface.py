@@ -22,7 +22,6 @@ from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
@@ -44,7 +43,7 @@ from .export import write_card
 from .help import COMMANDS
 from .locate import locate_drafter
 from .overrides import check_words, write_overrides
-from .results import EvalResult, TrainResult
+from .results import Answer, EvalResult, TrainResult
 from .rows import Prompt, store_conversations, to_chat, write_prompts
 
 PLAIN_TYPES = (str, bool, int, float, os.PathLike, list, tuple, dict, type(None))
@@ -211,40 +210,6 @@ class PretrainedDrafter:
             self.save_pretrained(directory)
             write_card(directory, name, self.folder)
             return push(directory, name, private)
-
-
-@dataclass(frozen=True, repr=False)
-class Answer:
-    """The result of decoding one prompt."""
-
-    text: str  # without what ends it
-    # The tokens of the answer, the stop token included.
-    tokens: list[int]
-    statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
-
-    def __repr__(self) -> str:
-        text = self.text if len(self.text) <= 60 else f"{self.text[:60]}.."
-        return (
-            f"Answer({text!r}, {len(self.tokens)} tokens, "
-            f"{self.statistics['acceptance_length']:.2f} per forward)"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain values, which JSON holds."""
-        return {"text": self.text, "tokens": [*self.tokens], "statistics": {**self.statistics}}
-
-    @classmethod
-    def from_generation(cls, generation: Generation, target: Target) -> Answer:
-        """Return a generation as text, with the statistics of its rounds."""
-        tokens = [token for token in generation.output if token not in target.stop_ids]
-        rounds = generation.complete_round_lengths
-        seconds = generation.finish_seconds
-        statistics = {
-            "rounds": float(len(generation.round_lengths)),
-            "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
-            "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
-        }
-        return cls(str(target.tokenizer.decode(tokens)), generation.output, statistics)
 
 
 def generate(

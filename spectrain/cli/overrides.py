@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.config.choices import (
+    FOLDER_KEYS,
     CommandSchema,
     choice_files,
     conf_folders,
@@ -38,7 +39,6 @@ SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
 # Values that hydra reads as something else than a name.
 NO_NAMES = ("null", "true", "false", "nan", "inf")
-FOLDER_KEYS = ("run", "out")
 MAX_DIGITS = 300
 MAX_BRACKETS = 64
 

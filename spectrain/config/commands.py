@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spectrain.output.verbosity import OUTPUT_FLAGS
+
 from .choices import load_yaml
 from .installed import load_entry_points
 from .settings_file import SettingsFile
@@ -32,6 +34,10 @@ class Command:
     # The configuration in conf/; None passes the words unchanged.
     config: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
+    # Those flags about output that the command takes, whose meanings are the same everywhere.
+    output: list[str] = field(default_factory=lambda: [*OUTPUT_FLAGS])
+    # Whether the command prints nothing but its result, so that --quiet leaves out nothing.
+    is_result: bool = False
     note: str = ""
     # The keys used most, which help without a topic shows.
     keys: list[str] = field(default_factory=list)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from spectrain.cli import help
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import check_words, to_settings, write_overrides
+from spectrain.cli.recipe_list import describe_recipe
 from spectrain.config.check import check_config
 from spectrain.config.choices import (
     choice_files,
@@ -291,4 +292,4 @@ def test_help_shows_one_group(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
 @pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))
 def test_a_recipe_is_described_by_values(name: str) -> None:
     """Values are shown as a user writes them, not as references to the machine or to other keys."""
-    assert "${" not in help.describe_recipes([name])
+    assert "${" not in describe_recipe(name)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from packages.serve.tests.follow.test_damaged_files import make_folder
 from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.main import COMMAND_TASKS
 from spectrain.cli.overrides import to_settings
 from spectrain_serve.commands import COMMANDS as OWN
 from tests.cli.test_main import check_mistake, folder, regenerate_words, run_refused
+from tests.cli.test_output_flags import check_json
 
 __all__ = ["folder"]
 
@@ -42,6 +44,26 @@ SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_words_that_stand_for_settings(command: str, words: str, expected: list[str]) -> None:
     """Flags and implied settings become settings."""
     assert to_settings(command, words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "words, keys",
+    [
+        (("serve", "target=tiny", "server=vllm", "--print"), ("command", "export_command")),
+        (("follow", "status", "run=."), ("status", "decisions")),
+        (("follow", "status", "run=.", "rollback=true"), ("rollback",)),
+    ],
+)
+def test_json_is_one_document(
+    words: tuple[str, ...],
+    keys: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path)
+    check_json(words, keys, capsys)
 
 
 def test_commands_stand_where_a_project_needs_them() -> None:

@@ -1,5 +1,6 @@
 """The commands of this package, as the core's command line reads and runs them."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
 from spectrain.data.readers import ConversationReader
 from spectrain.models.bundled import load_tiny_tokenizer
+from spectrain_studies.commands import COMMANDS as OWN
 from spectrain_studies.planning.table import format_bytes, format_hours
 from tests.cli.test_gguf import run
+from tests.cli.test_output_flags import MESSAGES, TINY, check_json, list_named
+from tests.cli.test_output_flags import run_command as run_shell_command
 from tests.conf.test_conf import compose_settings
 from tests.models.checkpoints import save_gguf_file
 
@@ -24,7 +28,6 @@ def test_commands_stand_behind_the_training() -> None:
     names = [*COMMANDS]
     start = names.index("train")
     assert names[start : start + 4] == ["train", "plan", "compare", "eval"]
-    assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
     words = to_settings("compare", ["a", "b", "recipes=c,d"])
     assert words == ["recipes=[c,d]", 'runs=["a","b"]']
 
@@ -68,6 +71,38 @@ def test_values_of_help_are_those_of_the_example() -> None:
     assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
 
 
+OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("plan", "recipe=medusa1", *TINY, "plan.calibrate=false"): ("memory", "disk", "hours", "fits"),
+    ("train", "recipe=medusa1", *TINY, "eval=none", "--dry-run"): ("plan", "samples"),
+    ("data", "inspect", *TINY): ("index", "examples", "tokens", "supervised"),
+    ("data", "audit", *TINY): ("sources", "total", "prompts"),
+    ("doctor",): ("ok", "missing", "findings"),
+    ("compare", "run", "run"): ("runs",),
+    ("bench", "train", "recipe=medusa1", *TINY): ("steps", "tokens_per_second", "time_share"),
+    ("bench", "decode", "target=tiny", "eval.limit=1", "eval.max_new_tokens=2"): (
+        "forward_seconds", "seconds_per_token"
+    ),
+}  # fmt: skip
+"""The commands of this package, and keys of the objects that they print."""
+
+
+def test_json_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(12))
+    )
+    run_shell_command(
+        ("train", "recipe=medusa1", *TINY, "trainer.max_steps=1", "run=run", "eval.limit=1",
+         "eval.max_new_tokens=4"), capsys
+    )  # fmt: skip
+    for words, keys in OUTPUTS.items():
+        check_json(words, keys, capsys)
+    own = {name for name in OWN.tasks if "--json" in COMMANDS[name].flags}
+    assert list_named(lambda name: name in own, OUTPUTS) == own == {*OWN.tasks}
+
+
 def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
     checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
@@ -80,9 +115,9 @@ def test_the_audit_composes() -> None:
     assert names[names.index("data inspect") + 1] == "data audit"
     checked = resolve(
         compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
-        ("target", "data", "eval", "json"),
+        ("target", "data", "eval"),
     )
-    assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
+    assert checked["eval"].get("prompts") == "x.jsonl"
 
 
 def test_a_gguf_file_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
+from spectrain.output.verbosity import print_json
 from spectrain.runs.drafters import build_drafter, build_without_weights, save_drafter
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.commands import EngineLaunch
@@ -70,7 +71,9 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
                 drafter.write(folder, getattr(server.settings, "python", None))
             launch = drafter.make_launch(server, folder)
         if print_only:
-            print("\n".join([*lines, find_starter(server).make_command(launch).format_shell()]))
+            command = find_starter(server).make_command(launch).format_shell()
+            print_json({"command": command, "export_command": lines[0] if lines else None})
+            print("\n".join([*lines, command]))
         else:
             run_engine(server, launch)
 
@@ -78,6 +81,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
 def run_engine(server: Server, launch: EngineLaunch) -> None:
     """Start an engine and wait until a signal stops it."""
     with start_engine(server, launch) as engine:
+        print_json({"server": server.name, "model": launch.served_name, "url": engine.url})
         print(
             f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it",
             flush=True,
