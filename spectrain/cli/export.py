@@ -23,6 +23,7 @@ from spectrain.export.converter import (
 )
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
+from spectrain.export.hub import check_repository
 from spectrain.export.hub import push as upload
 from spectrain.export.launches import make_launches
 from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
@@ -57,6 +58,8 @@ class Upload:
 
 def run_export(push: str | None, private: bool, drafter: GroupSpec | None, **settings: Any) -> Path:
     """Run the command with its settings by key: of a run, or of a drafter without weights."""
+    if push:
+        check_repository(push)
     destination = Upload(push, private) if push else None
     if not drafter:
         return export_command(push=destination, **settings)

@@ -255,6 +255,8 @@ def check_flag(
             f"{name} {value}: there is no such part of the configuration; "
             f"{suggest_nearest(value, CFG_PARTS)}"
         )
+    if name in BARE_FLAGS and equals:
+        raise UserError(f"{word}: this flag takes no value; write {name}")
     if name in (*BARE_FLAGS, *VALUE_FLAGS):
         return
     key = name.lstrip("-").replace("-", "_")
@@ -350,6 +352,10 @@ def suggest_word(command: str, word: str, allowed_keys: list[str]) -> str:
 
 def suggest_key(name: str, head: str, schema: CommandSchema, allowed_keys: list[str]) -> str:
     """Suggest the key that one with an unknown first part may mean."""
+    from spectrain.config.check import OTHER_NAMES
+
+    if (ours := OTHER_NAMES.get(name)) is not None and (full := find_full_names(ours, schema)):
+        return f"; write {full[0]}"
     close = get_close_matches(head, allowed_keys, n=3, cutoff=0.6)
     matches = find_full_names(name.rpartition(".")[2], schema)
     near = [match for match in matches if match.partition(".")[0] in close]

@@ -102,9 +102,11 @@ def add_installed_tasks(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
     """Return the checked settings of a command by key."""
+    from hydra.core.hydra_config import HydraConfig
+
     from .resolve import resolve
 
-    return resolve(config, keys)
+    return resolve(config, keys, command_words() if HydraConfig.initialized() else ())
 
 
 def read_command_run(config: Any, *keys: str) -> tuple[RunSpec, dict[str, Any]]:

@@ -4,14 +4,26 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from spectrain.errors import RunError, UserError, is_network_error
+
+
+def check_repository(repo: str) -> None:
+    """Raise a UserError where this is not the name of a repository, before anything is written."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(
+            f"push={repo}: this is not the name of a repository; write ORG/NAME"
+        ) from error
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
     """Upload a folder without the scores in it to a model repository, which is created if new;
     return its address.
     """
+    check_repository(repo)
     scores = directory / "eval"
     files = sorted(
         path for path in directory.rglob("*") if path.is_file() and scores not in path.parents
@@ -32,10 +44,6 @@ def push(directory: Path, repo: str, private: bool) -> str:
             ignore_patterns=["eval/*"],
             commit_message="Drafter exported by spectrain",
         )
-    except HFValidationError as error:
-        raise UserError(
-            f"push={repo}: this is not the name of a repository; write ORG/NAME"
-        ) from error
     except Exception as error:
         if not (isinstance(error, (HfHubHTTPError, OSError)) or is_network_error(error)):
             raise

@@ -24,6 +24,7 @@ from spectrain.config.check import check_config
 from spectrain.config.choices import (
     choice_files,
     conf_folders,
+    find_owners,
     load_schema,
     load_yaml,
     read_header,
@@ -287,6 +288,17 @@ def test_help_shows_one_group(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 2 and "trainer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_keys_used_most_exist(name: str) -> None:
+    """Help leaves out a key that no choice of its group has."""
+    schema = load_schema(str(CONFIGS[name]))
+    own = {key.name for key in schema.keys}
+    for key in help.COMMANDS[name].keys:
+        group, _, setting = key.rpartition(".")
+        of_node = [entry.name for entry in list_keys(schema.nodes.get(group, ""))] if group else []
+        assert key in own or setting in of_node or find_owners(group, setting), key
 
 
 @pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))

@@ -15,6 +15,48 @@ from tests.cli.test_output_flags import check_json
 __all__ = ["folder"]
 
 SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no such engine": (("serve", "target=tiny", "server=vlm"), ("server=vlm", "vllm")),
+    "a setting of no server": (
+        ("serve", "target=tiny", "server=vllm", "server.prot=3"),
+        ("server.prot", "port"),
+    ),
+    "a port of letters": (
+        ("serve", "target=tiny", "server=vllm", "server.port=80x", "--print"),
+        ("server.port=80x", "without a unit"),
+    ),
+    "a switch that is no truth value": (
+        ("serve", "target=tiny", "server=vllm", "print_only=perhaps"),
+        ("print_only=perhaps", "true or false"),
+    ),
+    "an export into a folder of others": (
+        ("serve", "run=smollm2-eagle3", "server=vllm", "out=taken", "--print"),
+        ("taken", "choose another folder"),
+    ),
+    "a flag that follow lacks": (
+        ("follow", "run=taken", "server=vllm", "--json"),
+        ("--json", "no such flag"),
+    ),
+    "follow, a setting misspelt": (
+        ("follow", "run=taken", "server=vllm", "follow.lisen=x"),
+        ("follow.lisen", "listen"),
+    ),
+    "follow, minutes as a text": (
+        ("follow", "run=taken", "server=vllm", "follow.train_minutes=long"),
+        ("follow.train_minutes=long",),
+    ),
+    "status, a switch that is no truth value": (
+        ("follow", "status", "run=taken", "rollback=x"),
+        ("rollback=x", "true or false"),
+    ),
+    "status without its key": (("follow", "status", "taken"), ("taken", "run=taken")),
+    "rows as a text": (
+        ("bench", "engine", "server=vllm", "target=tiny", "bench.rows=x"),
+        ("bench.rows=x",),
+    ),
+    "times into a folder": (
+        ("bench", "engine", "server=llamacpp", "target=tiny", "out=taken"),
+        ("out=taken", "a folder"),
+    ),
     "a server and a target": (regenerate_words("server=vllm"), ("target", "server.model")),
     "a server and a tree": (
         regenerate_words("server=vllm", "tree=chain", "target"),

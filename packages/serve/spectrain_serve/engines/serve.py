@@ -19,11 +19,12 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
+from spectrain.export.drafter_files import METADATA_FILE
 from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import detect_layout, find_row, read_files
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write, require_writable
+from spectrain.files import atomic_write, refuse_nonempty, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
 from spectrain.output.verbosity import print_json
@@ -66,6 +67,9 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
             folder = drafter.directory if drafter.is_exported else Path(out or default)
             if not drafter.is_exported:
                 require_writable(folder, "out")
+                # An export of before is written anew; any other folder stays as it is.
+                if not (folder / METADATA_FILE).exists():
+                    refuse_nonempty(folder)
                 lines.append(drafter.export_line(folder))
             if not drafter.is_exported and not print_only:
                 drafter.write(folder, getattr(server.settings, "python", None))
