@@ -235,7 +235,7 @@ def check_own_key(key: SettingKey, text: str) -> None:
     # Nothing converts these values, so a text that reads like one is refused too.
     if expected is not None and type(value) is not key.hint:
         remedy = suggest_remedy(value, key.hint)
-        raise UserError(f"{key.name}={shorten(value)}: write {expected}{remedy}")
+        raise UserError(f"{key.name}={shorten(text)}: write {expected}{remedy}")
     check_value(key.name, value, key)
 
 

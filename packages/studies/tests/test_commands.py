@@ -88,7 +88,7 @@ def test_values_of_help_are_those_of_the_example() -> None:
     """Of a training that is timed as of one that is run."""
     shown = " ".join(explain_command("bench train", [], "all").split())
     assert "Values are those of recipe=eagle3;" in shown and "drafter.ttt_steps=3" in shown
-    assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
+    assert complete_word(["doctor", "--"]) == ["--help ", "--json ", "--quiet "]
 
 
 OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -97,7 +97,7 @@ OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("data", "inspect", *TINY): ("index", "examples", "tokens", "supervised"),
     ("data", "audit", *TINY): ("sources", "total", "prompts"),
     ("doctor",): ("ok", "missing", "findings"),
-    ("compare", "run", "run"): ("runs",),
+    ("compare", "run", "run"): ("setting", "rows"),
     ("bench", "train", "recipe=medusa1", *TINY): ("steps", "tokens_per_second", "time_share"),
     ("bench", "decode", "target=tiny", "eval.limit=1", "eval.max_new_tokens=2"): (
         "forward_seconds", "seconds_per_token"

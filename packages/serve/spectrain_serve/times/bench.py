@@ -140,10 +140,10 @@ def bench_engine(spec: RunSpec, bench: Any, out: str | None) -> EngineTimes:
     """Time an engine's forwards, print what a drafter needs there, and write the times into the
     cache and to `out`.
     """
-    server = make_server(spec)
-    options: EngineBench = bench.build().complete(server)
     if out is not None:
         require_writable_file(Path(out), "out")
+    server = make_server(spec)
+    options: EngineBench = bench.build().complete(server)
     served = None if spec.run is None else find_served_drafter(spec, server.name)
     target = TargetFiles.from_settings(spec.target.node) if served is None else served.target
     launch = launch_target(target, server)
