@@ -1,22 +1,20 @@
 """Uploads of exports to the Hugging Face hub, only on request, with a list of the files first."""
 
+import re
 from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from spectrain.errors import RunError, UserError, is_network_error
+
+REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_repository(repo: str) -> None:
     """Raise a UserError where this is not the name of a repository, before anything is written."""
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(
-            f"push={repo}: this is not the name of a repository; write ORG/NAME"
-        ) from error
+    if not REPOSITORY_PATTERN.fullmatch(repo):
+        raise UserError(f"push={repo}: this is not the name of a repository; write ORG/NAME")
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
@@ -44,6 +42,10 @@ def push(directory: Path, repo: str, private: bool) -> str:
             ignore_patterns=["eval/*"],
             commit_message="Drafter exported by spectrain",
         )
+    except HFValidationError as error:
+        raise UserError(
+            f"push={repo}: this is not the name of a repository; write ORG/NAME"
+        ) from error
     except Exception as error:
         if not (isinstance(error, (HfHubHTTPError, OSError)) or is_network_error(error)):
             raise
