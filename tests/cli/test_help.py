@@ -108,9 +108,9 @@ def test_every_command_has_help() -> None:
 def test_every_example_composes(name: str, words: str, run_folder: Path) -> None:
     """An example passes the check that the command makes."""
     config = CONFIGS[name]
-    given = [word for word in shlex.split(words) if word not in help.COMMANDS[name].output]
-    rest = [word for word in to_settings(name, given) if word != "-m"]
-    check_words(name, to_settings(name, given))
+    split_words = [word for word in shlex.split(words) if word not in help.COMMANDS[name].output]
+    rest = [word for word in to_settings(name, split_words) if word != "-m"]
+    check_words(name, to_settings(name, split_words))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
     composed = compose(config, overrides=write_overrides(rest))
     if name in ("eval", "chat"):
@@ -299,8 +299,8 @@ def test_the_keys_used_most_exist(name: str) -> None:
     for key in help.COMMANDS[name].keys:
         group, _, setting = key.rpartition(".")
         of_node = [entry.name for entry in list_keys(schema.nodes.get(group, ""))] if group else []
-        is_known = key in own or setting in of_node or find_owners(group, setting)
-        assert is_known or key == "drafter.init", key
+        has_owner = key in own or setting in of_node or find_owners(group, setting)
+        assert has_owner or key == "drafter.init", key
 
 
 @pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))

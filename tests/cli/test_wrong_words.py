@@ -75,8 +75,8 @@ def test_a_wrong_word_is_a_single_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = tuple(shlex.split(words))
-    check_mistake(*run_refused(given, monkeypatch, capsys), expected, folder)
+    split_words = tuple(shlex.split(words))
+    check_mistake(*run_refused(split_words, monkeypatch, capsys), expected, folder)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_a_wrong_word_is_a_single_sentence(
         "lint --json --help",
     ],
 )
-def test_help_beside_right_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_with_right_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.run_command(words.split())
     assert capsys.readouterr().out.startswith(f"spectrain {words.split()[0]}: ")

@@ -192,7 +192,7 @@ def test_a_score_says_what_was_checked(lossless: dict[str, Any], cell: str, sent
     )
 
 
-def test_systems_whose_speedup_is_doubtful_are_told_apart() -> None:
+def test_systems_with_a_doubtful_speedup_are_separated() -> None:
     """Names of systems hold commas."""
     doubtful = {"quotable": False, "reason": "the machine was busy"}
     summary = {
