@@ -72,8 +72,10 @@ def format_length_with_ends(length: Mapping[str, Any]) -> str:
 
 def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
     """Name the category of prompts with the least speedup of a system, beside the one with the
-    largest.
+    largest; say nothing where the system's speedup is not to be quoted.
     """
+    if (entry.get("speedup") or {}).get("quotable") is False:
+        return
     categories = {
         name: numbers
         for name, numbers in entry.get("by_category", {}).items()
@@ -396,7 +398,7 @@ def describe_doubts(summary: Summary) -> Iterator[str]:
         subject = (
             "Speedups are unreliable here"
             if len(labels) == len(entries)
-            else f"Unreliable speedup of {', '.join(labels)}"
+            else f"Unreliable speedup of {'; '.join(labels)}"
         )
         yield f"? {subject}: {reason}."
 

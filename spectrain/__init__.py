@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from .config.environment import let_threads_sleep
 
 if TYPE_CHECKING:
-    from .cli.interface import Answer, evaluate, evaluate_server, generate, train
     from .cli.interface import PretrainedDrafter as Drafter
-    from .cli.results import EvalResult, TrainResult
+    from .cli.interface import evaluate, evaluate_server, generate, train
+    from .cli.results import Answer, EvalResult, TrainResult
     from .models.target import Target
     from .output.logs import use_logging
     from .runs.callbacks import Callback
@@ -41,12 +41,13 @@ _LAZY_EXPORTS = {
     "Target": ("models.target", "Target"),
     "Callback": ("runs.callbacks", "Callback"),
     "Drafter": ("cli.interface", "PretrainedDrafter"),
+    "Answer": ("cli.results", "Answer"),
     "EvalResult": ("cli.results", "EvalResult"),
     "TrainResult": ("cli.results", "TrainResult"),
     "use_logging": ("output.logs", "use_logging"),
     **{
         name: ("cli.interface", name)
-        for name in ("Answer", "evaluate", "evaluate_server", "generate", "train")
+        for name in ("evaluate", "evaluate_server", "generate", "train")
     },
 }
 

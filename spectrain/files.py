@@ -75,6 +75,8 @@ def atomic_write(
     scratch = destination.with_name(
         f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part"
     )
+    if not folder and destination.is_dir():
+        raise UserError(f"{shorten_path(destination)}: this is a folder; give the path of a file")
     # the innermost first
     made = [above for above in scratch.parents if not above.exists()] if folder else []
     handle: int | None = None
@@ -280,6 +282,19 @@ def _find_path_error(error: Exception, destination: Path) -> str | None:
         f"{path.rstrip(os.sep)}{os.sep}"
     )
     return os.strerror(error.errno) if is_about else None
+
+
+def require_writable_file(destination: Path, key: str) -> None:
+    """Raise a UserError where a file cannot be written, before anything slow runs; the folders
+    above it are made.
+    """
+    require_writable(destination, key)
+    if destination.is_dir():
+        raise UserError(
+            f"{key}={shorten_path(destination)}: this is a folder; give the path of a file"
+        )
+    with explain_failed_write(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
 
 
 def require_writable(destination: Path, key: str) -> None:

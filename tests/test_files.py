@@ -18,6 +18,7 @@ from spectrain.files import (
     lock_file,
     make_folder_once,
     require_writable,
+    require_writable_file,
     write_text,
 )
 
@@ -145,6 +146,18 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
     with atomic_write(path, folder=True) as scratch:
         write_content(scratch, True, "second")
     assert read_content(path, True) == "second" and list_names(tmp_path) == ["place"]
+
+
+def test_a_file_replaces_no_folder(tmp_path: Path) -> None:
+    """What a folder holds is not deleted for a file of its name."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").write_text("kept")
+    with pytest.raises(UserError, match="this is a folder"):
+        write_text(tmp_path / "folder", "new")
+    with pytest.raises(UserError, match="plan.out=.*: this is a folder"):
+        require_writable_file(tmp_path / "folder", "plan.out")
+    assert (tmp_path / "folder" / "kept").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_new_folder_replaces_nothing(tmp_path: Path) -> None:

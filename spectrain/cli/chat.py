@@ -28,11 +28,13 @@ from spectrain.eval.baselines import supports_auto_tree
 from spectrain.eval.systems import describe_tree
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import is_quiet, print_json
 from spectrain.runs.drafters import load_drafter
 from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto
 
 from .chat_output import DecodingSpeed, PlainOutput, TerminalOutput, TextPiece, TextStream
+from .results import Answer
 from .termination import Terminated
 
 # Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and
@@ -120,13 +122,15 @@ class Chat:
                 "spectrain chat drafter=smollm2-eagle3 answers in sentences"
             )
         if self.once is not None:
-            if talk.answer_question(self.once) is None:
+            answer = talk.answer_question(self.once)
+            if answer is None:
                 raise UserError(
                     f"--once: the text leaves no room for an answer in the {target.max_length} "
                     "tokens of the context"
                 )
-            return
-        talk.answer_lines()
+        else:
+            talk.answer_lines()
+        print_json({"target": target.name, "answers": talk.answers})
 
     def prepare_session(self, spec: RunSpec, folder: Path, target: Target) -> Session:
         """Return a session with the target, drafter, tree and rule that `spec` names, ready to
@@ -174,6 +178,8 @@ class TerminalChat:
     is_drafting: bool = True
     # The turn seeds the random draws of an answer.
     turn: int = 0
+    # The answers so far, as plain values.
+    answers: list[dict[str, Any]] = field(default_factory=list)
     speeds: dict[bool, DecodingSpeed] = field(
         default_factory=lambda: {True: DecodingSpeed(), False: DecodingSpeed()}
     )  # drafting or not
@@ -257,7 +263,7 @@ class TerminalChat:
             )
             return None
         self.turn += 1
-        return self.decode_answer(prompt, limit)
+        return self.decode_answer(prompt, limit, text)
 
     def fit_prompt(self) -> list[int]:
         """Return the conversation's tokens. If they exceed the target's context, the oldest
@@ -285,9 +291,9 @@ class TerminalChat:
             )
         return prompt
 
-    def decode_answer(self, prompt: list[int], limit: int) -> Generation:
-        """Decode an answer and show it as it arrives; after an interrupt, the part that exists
-        counts as the answer.
+    def decode_answer(self, prompt: list[int], limit: int, text: str) -> Generation:
+        """Decode an answer to a text and show it as it arrives; after an interrupt, the part that
+        exists counts as the answer.
         """
         session = self.session if self.is_drafting else self.target_session
         stream = TextStream(self.target)
@@ -323,8 +329,11 @@ class TerminalChat:
             if latest.output[-1:] != tokens[-1:]
             else f"cut at {limit} tokens; "
         )
-        self.output.show_note(ending + self.status_line(latest))
+        if not is_quiet():
+            self.output.show_note(ending + self.status_line(latest))
         self.speeds[self.is_drafting].add_generation(latest)
+        answer = Answer.from_generation(latest, self.target)
+        self.answers.append({"question": text, **answer.to_dict(), "stopped": stopped})
         return latest
 
     def status_line(self, generation: Generation) -> str:

@@ -23,6 +23,7 @@ from spectrain.export.converter import (
 )
 from spectrain.export.drafter_files import METADATA_FILE, write_json
 from spectrain.export.engine_support import describe_readers, list_quantized_readers
+from spectrain.export.hub import check_repository
 from spectrain.export.hub import push as upload
 from spectrain.export.launches import make_launches
 from spectrain.export.layout import CHAIN_TOKENS, DrafterCheckpoint, Layout
@@ -40,7 +41,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, refuse_nonempty
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
-from spectrain.output.verbosity import print_json
+from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
 from spectrain.servers.advice import list_engine_advice
 
@@ -57,6 +58,8 @@ class Upload:
 
 def run_export(push: str | None, private: bool, drafter: GroupSpec | None, **settings: Any) -> Path:
     """Run the command with its settings by key: of a run, or of a drafter without weights."""
+    if push:
+        check_repository(push)
     destination = Upload(push, private) if push else None
     if not drafter:
         return export_command(push=destination, **settings)
@@ -94,12 +97,31 @@ def export_weightless(
     write: Callable[[GroupSpec, TargetFiles, Path, str], None] = resolve_name(export.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         write(drafter, files, scratch, name)
-    print(
+    lines = [
         f"drafter={drafter.choice} for {export.title}: written to {folder}; README.md says how to "
         "serve it"
+    ]
+    return report_export(folder, export.title, lines, push)
+
+
+def report_export(
+    folder: Path,
+    title: str,
+    lines: list[str],
+    push: Upload | None = None,
+    quantization: dict[str, Any] | None = None,
+) -> Path:
+    """Print lines about what was written, upload it where that was asked for, and return the
+    folder."""
+    with result_output():
+        print("\n".join(lines))
+    address = None if push is None else upload(folder, push.name, push.private)
+    if address is not None:
+        with result_output():
+            print(f"uploaded to {address}")
+    print_json(
+        {"out": str(folder), "layout": title, "address": address, "quantization": quantization}
     )
-    if push:
-        print(f"uploaded to {upload(folder, push.name, push.private)}")
     return folder
 
 
@@ -152,12 +174,10 @@ def export_command(
         )
     readers = describe_readers(layout)
     read_by = f" (read by {readers})" if readers else ""
-    print(f"{layout.title}{read_by}: written to {folder}; README.md says how to serve it")
-    if quantization is not None:
-        print("\n".join(describe_loss(read_quantization(folder))))
-    if push:
-        print(f"uploaded to {upload(folder, push.name, push.private)}")
-    return folder
+    lines = [f"{layout.title}{read_by}: written to {folder}; README.md says how to serve it"]
+    loss = read_quantization(folder)
+    lines += [] if loss is None else describe_loss(loss)
+    return report_export(folder, layout.title, lines, push, loss)
 
 
 def write_card(directory: Path, name: str, run: Path) -> None:
@@ -273,8 +293,8 @@ def export_target(
     write_target: Callable[..., Path] = resolve_name(target_format.path)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         name = write_target(target, scratch, dtype, engine_python).name
-    print(f"{target.name}, {target_format.title}: written to {folder / name}")
-    return folder
+    line = f"{target.name}, {target_format.title}: written to {folder / name}"
+    return report_export(folder, target_format.title, [line])
 
 
 def convert_command(
@@ -288,7 +308,8 @@ def convert_command(
     folder = convert(
         resolve_directory(run), Path(str(out)), str(format), requested_target(target), dtype
     )
-    print(f"{detect_layout(read_files(folder)).title}: written to {folder}")
+    title = detect_layout(read_files(folder)).title
+    report_export(folder, title, [f"{title}: written to {folder}"])
 
 
 def lint_command(run: str, target: GroupSpec | None = None) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from spectrain.config.choices import (
     CommandSchema,
@@ -22,9 +21,8 @@ from spectrain.config.choices import (
     settings_by_group,
 )
 from spectrain.config.commands import Command, add_installed_commands
-from spectrain.config.grouped import GROUPS_WITH_PARTS
 from spectrain.config.installed import list_conf_folders
-from spectrain.config.signatures import SettingKey, format_literal
+from spectrain.config.signatures import SettingKey
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.engine_support import describe_format
 from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
@@ -44,9 +42,15 @@ MAX_SETTING = 40
 
 HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
 # In the order of a project.
-COMMANDS = add_installed_commands(
-    {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
-)
+COMMANDS = {
+    name: replace(
+        command,
+        flags=command.flags | {flag: HELP_DATA["output"][flag] for flag in command.output},
+    )
+    for name, command in add_installed_commands(
+        {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
+    ).items()
+}
 
 
 def format_overview(group: str | None = None) -> str:
@@ -368,62 +372,3 @@ def format_section(title: str, body: str) -> str:
 def first_sentence(text: str) -> str:
     """Return a text up to its first full stop."""
     return text.partition(". ")[0]
-
-
-def recipe_advice(text: str) -> str:
-    """Return the sentence that says when to choose a recipe."""
-    return "".join(text.partition("Choose it")[1:])
-
-
-def describe_recipes(words: list[str]) -> str:
-    """Describe every recipe in a line, or one recipe in full."""
-    files = choice_files("recipe")
-    if not words:
-        entries = {
-            name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()
-            for name, path in files.items()
-        }
-        experimental = list_experimental("recipe", files)
-        shelves = {
-            "recipe": {name: text for name, text in entries.items() if name not in experimental},
-            "experimental: no inference engine supports what these train": {
-                name: entries[name] for name in sorted(experimental)
-            },
-        }
-        lists = [format_section(title, format_list(shelf)) for title, shelf in shelves.items()]
-        return "\n\n".join(
-            [*lists, "spectrain recipes NAME says more; spectrain compare measures."]
-        )
-    name = words[0].removeprefix("recipe=")
-    if name not in files:
-        raise UserError(
-            f"recipes {words[0]}: there is no such recipe; {suggest_nearest(name, files)}"
-        )
-    values = {key: value for key, value in load_yaml(files[name]).items() if key != "defaults"}
-    lines = [
-        f"  {key}={format_value(value, values)}"
-        for group, node in values.items()
-        for key, value in list_values(group, node)
-    ]
-    return f"recipe={name}\n{wrap_text(read_header(files[name]), '  ')}\n\nSettings\n" + "\n".join(
-        lines
-    )
-
-
-def list_values(group: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the full names and the values of a group's settings, those of its parts too."""
-    for key, value in node.items():
-        if group in GROUPS_WITH_PARTS and isinstance(value, Mapping):
-            yield from list_values(f"{group}.{key}", value)
-        else:
-            yield f"{group}.{key}", value
-
-
-def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format a recipe's value as the command line writes it; a reference is replaced by the
-    value that it refers to.
-    """
-    other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", str(value))
-    if other and other[2] in recipe.get(other[1], {}):
-        value = recipe[other[1]][other[2]]
-    return format_literal(value)

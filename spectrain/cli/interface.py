@@ -22,11 +22,10 @@ from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.export.hub import push
+from spectrain.export.hub import check_repository, push
 from spectrain.export.targets import TargetFiles
 from spectrain.models.bundled import SMOLLM2_NAME
 from spectrain.models.target import Target
@@ -40,11 +39,22 @@ from spectrain.runs.folder import find_trained_target
 from spectrain.runs.server_scores import score_in_engine, score_server
 from spectrain.trees import TreeBuilder
 
+from .arguments import (
+    describe,
+    require_callbacks,
+    require_count,
+    require_number,
+    require_path,
+    require_replaceable,
+    require_target,
+    require_type,
+    spread_groups,
+)
 from .export import write_card
 from .help import COMMANDS
 from .locate import locate_drafter
 from .overrides import check_words, write_overrides
-from .results import EvalResult, TrainResult
+from .results import Answer, EvalResult, TrainResult
 from .rows import Prompt, store_conversations, to_chat, write_prompts
 
 PLAIN_TYPES = (str, bool, int, float, os.PathLike, list, tuple, dict, type(None))
@@ -56,21 +66,28 @@ def train(
     run: str | os.PathLike[str] | None = None,
     *,
     target: str | Target | None = None,
-    data: str | Iterable[Any] | None = None,
+    data: str | os.PathLike[str] | Iterable[Any] | None = None,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> TrainResult:
     """Train a recipe's drafter and, unless eval="none", score it; return the result, which is the
     path of the run folder too.
 
-    `target` is a choice or a loaded target. `data` is a choice, a `datasets.Dataset`, or a list of
-    conversations; these are written to data/HASH.jsonl beside the run folder, where a resumed
-    training finds them. Settings are those of `spectrain train`: groups by keyword, dotted keys
-    through a dictionary. A UserError reports a wrong setting, a RunError a failure in training.
+    `target` is a choice or a loaded target. `data` is a choice, a `pathlib.Path` of conversations,
+    a `datasets.Dataset`, or a list of conversations; the last two are written to data/HASH.jsonl
+    beside the run folder, where a resumed training finds them. Settings are those of `spectrain
+    train`: groups by keyword, as in trainer={"max_steps": 100}, or dotted keys through a
+    dictionary. A UserError reports a wrong setting, a RunError a failure in training.
     """
+    require_callbacks(callbacks)
     requested: dict[str, Any] = {"recipe": recipe}
     if run is not None:
+        require_path("run", run, "the folder to write")
         requested["run"] = Path(run)
+    if settings.get("eval", "none") in (None, False):
+        settings["eval"] = "none"
+    if isinstance(data, os.PathLike):
+        data, settings = "jsonl", {"data.path": data, **settings}
     if isinstance(target, Target):
         requested |= name_target(target)
         requested["target.dtype"] = str(target.dtype).removeprefix("torch.")
@@ -121,10 +138,12 @@ def hydra_context() -> Iterator[None]:
 def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
     """Compose a command's configuration from settings; return it with the settings as words. Call
     it inside `hydra_context`."""
+    settings = dict(spread_groups(settings))
     for key, value in settings.items():
         if not isinstance(value, PLAIN_TYPES):
             raise UserError(
-                f"{key}: a {type(value).__name__} is no setting; give a name, a number or a text"
+                f"{key}: this is {describe(value)}, which is no setting; give a name, a number or "
+                "a text"
             )
     words = drop_parts(
         f"{key}={'null' if value is None else value}" for key, value in settings.items()
@@ -140,13 +159,9 @@ def compose_spec(settings: Mapping[str, Any]) -> RunSpec:
     return read_run(config, overrides=words, recipe=settings.get("recipe"))[0]
 
 
-def require_loaded(argument: str, value: object) -> None:
-    """Raise a UserError where an argument names a target or a drafter in place of being one."""
-    if isinstance(value, (str, os.PathLike)):
-        raise UserError(
-            f"{argument}: this is the name {os.fspath(value)!r}; load it first, by spectrain."
-            f"{argument.title()}.from_pretrained"
-        )
+def require_drafter(drafter: object) -> None:
+    """Raise a UserError where this is no loaded drafter."""
+    require_type("drafter", drafter, PretrainedDrafter, "spectrain.Drafter.from_pretrained")
 
 
 @dataclass
@@ -178,7 +193,8 @@ class PretrainedDrafter:
         Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}. A UserError
         says in one sentence what is no drafter.
         """
-        require_loaded("target", target)
+        require_target(target)
+        require_path("drafter", name, "a run folder, a drafter directory, or ORG/NAME of the hub")
         path = locate_drafter(name)
         with hydra_context():
             requested, _ = compose_config("eval", {"run": path, **name_target(target), **settings})
@@ -197,7 +213,9 @@ class PretrainedDrafter:
         return cls(module, spec.tree.build(), spec.acceptance.build(), spec, path)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write config.json and model.safetensors."""
+        """Write config.json and model.safetensors; a folder with other files is refused."""
+        require_path("directory", directory, "the folder to write")
+        require_replaceable(Path(directory), ("config.json", "model.safetensors"))
         save_drafter(Path(directory), self.module, self.spec)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
@@ -206,45 +224,13 @@ class PretrainedDrafter:
 
         The card holds the scores in the folder that the drafter was loaded from.
         """
+        require_path("name", name, "ORG/NAME of the hub")
+        check_repository(name)
         with redirect_output(), TemporaryDirectory() as scratch:
             directory = Path(scratch) / "drafter"
             self.save_pretrained(directory)
             write_card(directory, name, self.folder)
             return push(directory, name, private)
-
-
-@dataclass(frozen=True, repr=False)
-class Answer:
-    """The result of decoding one prompt."""
-
-    text: str  # without what ends it
-    # The tokens of the answer, the stop token included.
-    tokens: list[int]
-    statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
-
-    def __repr__(self) -> str:
-        text = self.text if len(self.text) <= 60 else f"{self.text[:60]}.."
-        return (
-            f"Answer({text!r}, {len(self.tokens)} tokens, "
-            f"{self.statistics['acceptance_length']:.2f} per forward)"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain values, which JSON holds."""
-        return {"text": self.text, "tokens": [*self.tokens], "statistics": {**self.statistics}}
-
-    @classmethod
-    def from_generation(cls, generation: Generation, target: Target) -> Answer:
-        """Return a generation as text, with the statistics of its rounds."""
-        tokens = [token for token in generation.output if token not in target.stop_ids]
-        rounds = generation.complete_round_lengths
-        seconds = generation.finish_seconds
-        statistics = {
-            "rounds": float(len(generation.round_lengths)),
-            "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
-            "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
-        }
-        return cls(str(target.tokenizer.decode(tokens)), generation.output, statistics)
 
 
 def generate(
@@ -261,14 +247,19 @@ def generate(
     At a temperature above 0, each position draws one token of the target's distribution by `seed`,
     drafted or not.
     """
-    require_loaded("target", target)
-    require_loaded("drafter", drafter)
+    require_target(target)
+    if drafter is not None:
+        require_drafter(drafter)
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts: this is {describe(prompts)}; give a list of texts or chats")
+    require_count("max_new_tokens", max_new_tokens)
+    require_count("batch_size", batch_size)
+    require_number("temperature", temperature)
+    if not isinstance(seed, int):
+        raise UserError(f"seed={seed!r}: give a whole number")
     rule: AcceptanceRule = Greedy() if temperature == 0 else Match(temperature, seed=seed)
-    for key, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if number < 1:
-            raise UserError(f"{key}={number}: use 1 or more")
     tokens = [
         tokenize_prompt(target.template, to_chat(prompt, f"prompts[{at}]"))
         for at, prompt in enumerate(prompts)
@@ -310,8 +301,8 @@ def evaluate(
     `prompts` is what `eval.prompts` takes, a list of texts or chats, or a `datasets.Dataset`. If
     `out` names a folder, everything that `spectrain eval` writes goes there.
     """
-    require_loaded("target", target)
-    require_loaded("drafter", drafter)
+    require_target(target)
+    require_drafter(drafter)
     with redirect_output(), TemporaryDirectory() as scratch:
         folder = Path(scratch if out is None else out)
         plain = {

@@ -37,7 +37,6 @@ from spectrain.errors import (
 from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
 from spectrain.output.streams import clean_output, drop_output
 from spectrain.output.verbosity import (
-    FLAGS,
     command_output,
     is_quiet,
     print_json,
@@ -50,7 +49,6 @@ from .help import (
     COMMANDS,
     EXAMPLE_RECIPE,
     HELP_WORDS,
-    describe_recipes,
     explain_command,
     format_overview,
     split_help_topic,
@@ -148,25 +146,28 @@ def dispatch_command(arguments: list[str]) -> None:
     set_settings_file(file)
     of_file = [] if file is None else [*file.words]
     if any(word in HELP_WORDS[:2] for word in words):
-        topic, words = split_help_topic(words)
-        return print(explain_command(name, [*of_file, *to_settings(name, words)], topic))
+        return print_help(name, words, of_file)
     command = COMMANDS[name]
-    # A command without a configuration reads its own flags.
-    flags = tuple(
-        word
-        for word in words
-        if word in FLAGS
-        and word in command.flags
-        and word not in command.stands
-        and command.config is not None
-    )
+    flags = tuple(word for word in words if word in command.output)
     words = [word for word in words if word not in flags]
+    if "--json" in flags and {"-m", "--multirun"} & {*words}:
+        raise UserError("--json: a sweep has several results; leave out -m, or leave out --json")
     try:
         level = read_level(flags)
     except ValueError as error:
         raise UserError(str(error)) from error
-    with command_output(level, "--json" in flags, has_results="--quiet" in command.flags):
+    with command_output(level, "--json" in flags, command.is_result):
         run_named_command(name, words, of_file)
+
+
+def print_help(name: str, words: list[str], of_file: list[str]) -> None:
+    """Print the help of a command; the words beside --help choose whose keys it shows."""
+    topic, words = split_help_topic(words)
+    command = COMMANDS[name]
+    words = to_settings(name, [word for word in words if word not in command.flags])
+    if words and command.config is not None:
+        check_words(name, words)
+    print(explain_command(name, [*of_file, *words], topic))
 
 
 def check_texts(arguments: list[str]) -> None:
@@ -395,6 +396,8 @@ def completion_command(words: list[str]) -> None:
 
     if not words:
         raise UserError("completion: say for which shell, as in spectrain completion bash")
+    if words[0] != "words" and words[1:]:
+        raise UserError(f"completion {' '.join(words)}: give one shell; leave out {words[1]}")
     print(
         "\n".join(complete_word(words[2:])) + "\n"
         if words[0] == "words"
@@ -445,7 +448,7 @@ CORE_TASKS: Mapping[str, Task] = {
     "lint": call_with_keys(
         "cli.export.lint_command", "run", "target", check="cli.export_checks.check_lint"
     ),
-    "recipes": lambda words: print(describe_recipes(words)),
+    "recipes": lambda words: lazy_import("cli.recipe_list.recipes_command")(words),
     "runs": lambda words: lazy_import("cli.run_table.runs_command")(words),
     "completion": completion_command,
 }

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.config.choices import (
+    FOLDER_KEYS,
     CommandSchema,
     choice_files,
     conf_folders,
@@ -38,7 +39,6 @@ SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
 # Values that hydra reads as something else than a name.
 NO_NAMES = ("null", "true", "false", "nan", "inf")
-FOLDER_KEYS = ("run", "out")
 MAX_DIGITS = 300
 MAX_BRACKETS = 64
 
@@ -255,6 +255,8 @@ def check_flag(
             f"{name} {value}: there is no such part of the configuration; "
             f"{suggest_nearest(value, CFG_PARTS)}"
         )
+    if name in BARE_FLAGS and equals:
+        raise UserError(f"{word}: this flag takes no value; write {name}")
     if name in (*BARE_FLAGS, *VALUE_FLAGS):
         return
     key = name.lstrip("-").replace("-", "_")
@@ -350,6 +352,10 @@ def suggest_word(command: str, word: str, allowed_keys: list[str]) -> str:
 
 def suggest_key(name: str, head: str, schema: CommandSchema, allowed_keys: list[str]) -> str:
     """Suggest the key that one with an unknown first part may mean."""
+    from spectrain.config.check import OTHER_NAMES
+
+    if (ours := OTHER_NAMES.get(name)) is not None and (full := find_full_names(ours, schema)):
+        return f"; write {full[0]}"
     close = get_close_matches(head, allowed_keys, n=3, cutoff=0.6)
     matches = find_full_names(name.rpartition(".")[2], schema)
     near = [match for match in matches if match.partition(".")[0] in close]

@@ -9,11 +9,28 @@ from typing import Any
 from spectrain.config.commands import read_command_run
 from spectrain.config.grouped import group_settings
 from spectrain.config.spec import GROUPS, RunSpec
+from spectrain.output.verbosity import print_json, result_output
 
 
 def print_config(config: Any) -> None:
     """Print the resolved settings of a training, and train nothing."""
-    print("\n".join(format_settings(read_command_run(config)[0])))
+    spec = read_command_run(config)[0]
+    print_json(collect_settings(spec))
+    with result_output():
+        print("\n".join(format_settings(spec)))
+
+
+def collect_settings(spec: RunSpec) -> dict[str, dict[str, Any]]:
+    """Return the value and the layer of each setting by its full name."""
+    settings: dict[str, dict[str, Any]] = {}
+    for group in GROUPS:
+        node = getattr(spec, group)
+        if not node:
+            continue
+        settings[group] = {"value": node.choice, "layer": node.find_layer("choice")}
+        for key, value in node.with_defaults().items():
+            settings[f"{group}.{key}"] = {"value": value, "layer": node.find_layer(key)}
+    return settings | {"run": {"value": spec.run}}
 
 
 def format_settings(spec: RunSpec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The results of the Python interface: of a training, and of an evaluation."""
+"""The results of the Python interface: of a training, of an evaluation and of a question."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spectrain.config.plain_files import read_json_object
 from spectrain.training.metrics import read_last_step, read_metrics
+
+if TYPE_CHECKING:
+    from spectrain.decoding.generation import Generation
+    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +135,40 @@ class TrainResult(os.PathLike[str]):
         shown = "" if loss is None else f", loss {loss:.3f}"
         score = "" if self.evaluation is None else f", {self.evaluation!r}"
         return f"TrainResult({str(self.folder)!r}, {self.steps} steps{shown}{score})"
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """The result of decoding one prompt."""
+
+    text: str  # without what ends it
+    # The tokens of the answer, the stop token included.
+    tokens: list[int]
+    statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:60]}.."
+        return (
+            f"Answer({text!r}, {len(self.tokens)} tokens, "
+            f"{self.statistics['acceptance_length']:.2f} per forward)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain values, which JSON holds."""
+        return {"text": self.text, "tokens": [*self.tokens], "statistics": {**self.statistics}}
+
+    @classmethod
+    def from_generation(cls, generation: Generation, target: Target) -> Answer:
+        """Return a generation as text, with the statistics of its rounds."""
+        tokens = [token for token in generation.output if token not in target.stop_ids]
+        rounds = generation.complete_round_lengths
+        seconds = generation.finish_seconds
+        statistics = {
+            "rounds": float(len(generation.round_lengths)),
+            "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
+            "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
+        }
+        return cls(str(target.tokenizer.decode(tokens)), generation.output, statistics)
 
 
 def known_interval(bounds: list[float | None] | None) -> list[float] | None:

@@ -10,10 +10,15 @@ from typing import Any
 
 from spectrain.data.messages import check_text, parse_conversation
 from spectrain.errors import UserError, first_line
+from spectrain.eval.prompts import FORMATS
 from spectrain.files import write_text
 
 Prompt = str | list[dict[str, str]]
 """What a user says, or a chat of such messages as {"role": .., "content": ..}."""
+
+
+PROMPT_COLUMNS = {"messages", "conversations", *(columns[0] for columns in FORMATS)}
+"""The columns by which a row holds a prompt."""
 
 
 def store_conversations(data: Iterable[Any], folder: Path) -> Path:
@@ -47,6 +52,11 @@ def write_prompts(prompts: Iterable[Any], folder: Path) -> Path:
     for number, entry in enumerate(require_rows("prompts", prompts)):
         row = {"prompt": entry} if isinstance(entry, str) else entry
         row = {"messages": entry} if isinstance(entry, list) else row
+        if not isinstance(row, Mapping) or not PROMPT_COLUMNS & row.keys():
+            raise UserError(
+                f"prompts[{number}]: it is no prompt; give a text, a chat, or a row with one of "
+                f"the columns {', '.join(sorted(PROMPT_COLUMNS))}"
+            )
         rows.append(to_json(row, f"prompts[{number}]"))
     if not rows:
         raise UserError("prompts: there is none; give at least one")
@@ -68,7 +78,8 @@ def require_rows(name: str, rows: Any) -> Iterable[Any]:
         )
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise UserError(
-            f"{name}: a {type(rows).__name__} has no length; give a list or a datasets.Dataset"
+            f"{name}: what is of type {type(rows).__name__} has no length; give a list or a "
+            "datasets.Dataset"
         )
     return (rows[number] for number in range(len(rows)))
 

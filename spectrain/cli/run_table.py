@@ -11,6 +11,7 @@ from typing import Any
 
 from spectrain.config.plain_files import read_json_object, read_yaml
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.output.verbosity import OUTPUT_FLAGS, print_json
 from spectrain.runs.folder import find_drafter_directory
 
 RUN_FILES = ("config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "drafter")
@@ -51,15 +52,17 @@ def runs_command(words: list[str]) -> None:
     """Print the table of the run folders in a folder, or with --json a list of objects."""
     folders: list[str] = []
     sort_key = "date"
-    is_json = False
     for word in words:
-        if word == "--json":
-            is_json = True
-        elif word.startswith("sort="):
-            sort_key = word.removeprefix("sort=")
+        key, equals, value = word.partition("=")
+        if key == "sort" and equals:
+            sort_key = value
         elif word.startswith("-"):
             raise UserError(
-                f"runs {word}: there is no such flag; {suggest_nearest(word, ['--json'])}"
+                f"runs {word}: there is no such flag; {suggest_nearest(word, OUTPUT_FLAGS)}"
+            )
+        elif equals and key.isidentifier() and not Path(word).exists():
+            raise UserError(
+                f"{key}: runs has no such setting; write sort=COLUMN, or the folder that holds runs"
             )
         else:
             folders.append(word)
@@ -73,9 +76,8 @@ def runs_command(words: list[str]) -> None:
     if not folder.is_dir():
         raise UserError(f"runs {folder}: there is no such folder; give one that holds run folders")
     rows = sort_rows([read_run_row(path) for path in find_run_folders(folder)], sort_key)
-    if is_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    elif rows:
+    print_json([asdict(row) for row in rows])
+    if rows:
         print("\n".join(format_table(rows)))
     else:
         print(f"{folder} holds no run folder; spectrain train recipe=eagle3 makes one")

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from spectrain.errors import RunError, UserError, explain_missing_module, suggest_nearest
 
 from .choices import (
+    FOLDER_KEYS,
     CommandSchema,
     choice_files,
     choice_name,
@@ -185,30 +186,57 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
 
     References and sweeps are left to hydra, which alone can resolve them.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     choices = select_choices(schema, words)
-    parser = OverridesParser.create()
+    keys = {key.name: key for key in schema.keys}
     for word in words:
-        setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
-        if setting is None:
+        setting = re.fullmatch(r"(?:\+\+|\+)?(?:(\w+)\.)?(\w+)=(.*)", word, re.DOTALL)
+        if setting is None or "${" in setting[3]:
             continue
         group, name, value = setting.groups()
+        if group is None:
+            if name in keys:
+                check_own_key(keys[name], value)
+            continue
         path = choice_files(group).get(choices.get(group, ""))
         target = schema.nodes.get(group) or (load_yaml(path).get("_target_") if path else None)
         if target is None or not list_keys(target) or (group, name) == ("drafter", "init"):
             continue
-        try:
-            override = parser.parse_override(f"{group}.{name}={value}")
-            if override.is_sweep_override():
-                continue
-            given: Any = override.value()
-        except (HydraException, ValueError, RecursionError):
-            given = value
-        if "${" not in value:
+        given = parse_value(value)
+        if given is not SWEEP:
             key = find_setting(group, name, settings_by_name(target), given)
             check_value(f"{group}.{name}", given, key)
+
+
+SWEEP = object()
+"""The value of a word with several values."""
+
+
+def parse_value(text: str) -> Any:
+    """Return the value that hydra reads in a word, or else its text; SWEEP for several values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"key={text}")
+        return SWEEP if override.is_sweep_override() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        return text
+
+
+def check_own_key(key: SettingKey, text: str) -> None:
+    """Raise a UserError where a setting of a command, which is in no group, has a value of another
+    type. A number may name a folder.
+    """
+    value = parse_value(text)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is SWEEP or (is_number and key.name in FOLDER_KEYS):
+        return
+    expected = {bool: "true or false", int: "a whole number"}.get(key.hint)
+    # Nothing converts these values, so a text that reads like one is refused too.
+    if expected is not None and type(value) is not key.hint:
+        remedy = suggest_remedy(value, key.hint)
+        raise UserError(f"{key.name}={shorten(text)}: write {expected}{remedy}")
+    check_value(key.name, value, key)
 
 
 def shorten(value: Any) -> str:
@@ -299,6 +327,8 @@ def suggest_remedy(value: Any, hint: Any) -> str:
     """Say how to correct a value of the wrong type, if that is clear."""
     if value == "None" and "null" in describe_type(hint):
         return "; write null"
+    if isinstance(value, str) and re.search(r"\s[A-Za-z_][\w.]*=", value):
+        return "; these are several settings in one pair of quotes, so quote them one by one"
     if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):
         return "; write a plain number, without a unit"
     return ""

@@ -118,6 +118,15 @@ def choice_name(group: str, node: Mapping[str, Any]) -> str:
     return find_choice(group, path) or path
 
 
+FOLDER_KEYS = ("run", "out", "path")
+"""Settings in no group whose values name folders, by a number too."""
+TEXT = str | None
+TEXT_TYPES: dict[str, Any] = {"recipes": list[str] | str | None, "runs": list[str] | str | None}
+"""Types of the settings in no group whose default in conf/ is a text or null, where that is not
+one text.
+"""
+
+
 @dataclass
 class CommandSchema:
     """The configuration of a command."""
@@ -200,6 +209,7 @@ def load_schema(config: str) -> CommandSchema:
                     format_literal(value),
                     ("true", "false") * isinstance(value, bool),
                     comments.get(name, ""),
+                    type(value) if isinstance(value, (bool, int)) else TEXT_TYPES.get(name, TEXT),
                 )
             )
     return result

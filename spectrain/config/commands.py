@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spectrain.output.verbosity import OUTPUT_FLAGS
+
 from .choices import load_yaml
 from .installed import load_entry_points
 from .settings_file import SettingsFile
@@ -32,6 +34,10 @@ class Command:
     # The configuration in conf/; None passes the words unchanged.
     config: str | None = None
     flags: dict[str, str] = field(default_factory=dict)
+    # Those flags about output that the command takes, whose meanings are the same everywhere.
+    output: list[str] = field(default_factory=lambda: [*OUTPUT_FLAGS])
+    # Whether the command prints nothing but its result, so that --quiet leaves out nothing.
+    is_result: bool = False
     note: str = ""
     # The keys used most, which help without a topic shows.
     keys: list[str] = field(default_factory=list)
@@ -96,9 +102,11 @@ def add_installed_tasks(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
     """Return the checked settings of a command by key."""
+    from hydra.core.hydra_config import HydraConfig
+
     from .resolve import resolve
 
-    return resolve(config, keys)
+    return resolve(config, keys, command_words() if HydraConfig.initialized() else ())
 
 
 def read_command_run(config: Any, *keys: str) -> tuple[RunSpec, dict[str, Any]]:

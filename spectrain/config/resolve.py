@@ -23,6 +23,7 @@ from .check import check_config
 from .choices import (
     choice_files,
     conf_folders,
+    find_owners,
     list_constructors,
     load_schema,
     load_yaml,
@@ -95,9 +96,11 @@ def check_no_empty_group(config: Mapping[str, Any], layers: Layers) -> None:
         name = next((name for name, layer in own.items() if layer in ("command", "file")), None)
         if name is not None and list_constructors(group):
             choices = sorted({*choice_files(group)} - {"none"})
+            owners = find_owners(group, name) or choices
+            example = "hf" if "hf" in owners else owners[0]
             raise UserError(
                 f"{group}.{name} is read by nothing, because no {group} is chosen; choose one too, "
-                f"as in {group}={choices[0]} (valid are {', '.join(choices)})"
+                f"as in {group}={example} (valid are {', '.join(choices)})"
             )
 
 

@@ -9,6 +9,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.copying.suffixes import MAX_MATCH
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, require_writable
+from spectrain.output.verbosity import print_json
 from spectrain.provenance import collect_provenance
 
 from .chat import Example
@@ -32,10 +33,9 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     dataset = reader.make_dataset(model.template, model.vision)
     with atomic_write(Path(out), folder=True, is_new=True) as scratch:
         size = index_dataset(reader, dataset, model.tokenizer, scratch)
-    print(
-        f"{size} tokens of {len(reader.load_conversations())} conversations, {reader.name}, "
-        f"written to {out}"
-    )
+    count = len(reader.load_conversations())
+    print_json({"out": str(out), "data": reader.name, "conversations": count, "tokens": size})
+    print(f"{size} tokens of {count} conversations, {reader.name}, written to {out}")
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:

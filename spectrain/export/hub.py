@@ -1,5 +1,6 @@
 """Uploads of exports to the Hugging Face hub, only on request, with a list of the files first."""
 
+import re
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -7,11 +8,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from spectrain.errors import RunError, UserError, is_network_error
 
+REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def check_repository(repo: str) -> None:
+    """Raise a UserError where this is not the name of a repository, before anything is written."""
+    if not REPOSITORY_PATTERN.fullmatch(repo):
+        raise UserError(f"push={repo}: this is not the name of a repository; write ORG/NAME")
+
 
 def push(directory: Path, repo: str, private: bool) -> str:
     """Upload a folder without the scores in it to a model repository, which is created if new;
     return its address.
     """
+    check_repository(repo)
     scores = directory / "eval"
     files = sorted(
         path for path in directory.rglob("*") if path.is_file() and scores not in path.parents

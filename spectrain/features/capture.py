@@ -3,6 +3,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -11,6 +12,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
+from spectrain.output.verbosity import print_json, result_output
 
 from .base import BatchRequest, FeatureServer, FeaturesRead, Source, StateCapture
 from .store import FeatureStore
@@ -85,7 +87,22 @@ def capture_features(spec: RunSpec) -> None:
             "same command again"
         )
     if accelerator.is_main_process:
-        print(f"{store.path}: complete; train with source=store source.path={store.path}")
+        print_json(describe_store(store))
+        with result_output():
+            print(f"{store.path}: complete; train with source=store source.path={store.path}")
+
+
+def describe_store(store: FeatureStore) -> dict[str, Any]:
+    """Return what a store holds, as plain values."""
+    return {
+        "path": str(store.path),
+        "sequences": len(store.shard_names),
+        "shards": len(store.shards),
+        "bytes": store.num_bytes,
+        "layers": [*store.layers],
+        "dtype": str(store.contents.dtype),
+        "damaged": [*store.damaged_files],
+    }
 
 
 def run_batches(
@@ -129,6 +146,7 @@ def verify_store(path: str | None, drop: bool) -> None:
             f"{store.path}: this store has no shards; run spectrain data store, or give the folder "
             "of another store"
         )
+    print_json(describe_store(store))
     print(
         f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, "
         f"{len(store.shard_names)} sequences, layers {format_layers(store.layers)} in "

@@ -5,6 +5,7 @@ remedy.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from spectrain.errors import RunError, UserError, describe_error, first_line, is_network_error
 
 from .architectures.quantized import Quantization, required_package
+from .published import MODELS
 from .rope import FORMS, RopeError, read_rope
 
 HUB_SECONDS = 10.0
@@ -32,9 +34,15 @@ def check_hub(model: str) -> None:
     except Exception as error:
         if not is_network_error(error):
             return
+        near = get_close_matches(model.lower(), ("tiny", "smollm2", *MODELS), n=1, cutoff=0.75)
+        advice = (
+            f"write {near[0]} for the target of this name"
+            if near
+            else "give a model directory, or a name that was downloaded before"
+        )
         raise UserError(
             f"target.model={model}: there is no such directory, and the hub cannot be reached "
-            f"({first_line(error)}); give a model directory, or a name that was downloaded before"
+            f"({first_line(error)}); {advice}"
         ) from error
 
 

@@ -92,6 +92,11 @@ class Target(ModelParts):
         """Load a target by the name of a model that ships with the project (tiny, smollm2), from a
         directory, or from the hub.
         """
+        if not isinstance(name, (str, Path)):
+            raise UserError(
+                f"target: what is of type {type(name).__name__} is no name; give tiny, smollm2, a "
+                "directory or ORG/NAME of the hub"
+            )
         shipped = name if name in ("tiny", "smollm2") else None
         load = GroupSpec("target", shipped or "hf").load_constructor()
         settings = {"dtype": dtype, "device": device} | ({} if shipped else {"model": str(name)})

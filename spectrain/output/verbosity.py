@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, get_args
@@ -19,7 +20,8 @@ Level = Literal["quiet", "normal", "notes"]
 that explain a score.
 """
 VARIABLE = "SPECTRAIN_LOG"
-FLAGS = ("--quiet", "--notes", "--json")
+OUTPUT_FLAGS = ("--quiet", "--json")
+"""The flags about output that nearly every command takes."""
 
 
 @dataclass
@@ -54,16 +56,16 @@ def read_level(flags: tuple[str, ...] = ()) -> Level:
 
 
 @contextmanager
-def command_output(level: Level, as_json: bool = False, has_results: bool = True) -> Iterator[None]:
+def command_output(level: Level, as_json: bool = False, is_result: bool = False) -> Iterator[None]:
     """Print as much as `level` says until the end of the block.
 
-    A quiet command prints what it does inside of `result_output` alone, and its errors; one
-    without such results (`has_results` is false) prints all but progress. With `as_json` nothing
-    but `print_json` reaches the standard output.
+    A quiet command prints what it does inside of `result_output` alone, and its errors; one that
+    prints nothing but its result (`is_result`) prints all of it. With `as_json` nothing but
+    `print_json` reaches the standard output.
     """
     global _output
     before = _output
-    is_muted = as_json or (level == "quiet" and has_results)
+    is_muted = as_json or (level == "quiet" and not is_result)
     stream = sys.stderr if as_json and level != "quiet" else io.StringIO()
     _output = Output(level, as_json, sys.stdout if is_muted else None, stream)
     try:
@@ -100,6 +102,22 @@ def shows_notes() -> bool:
 
 
 def print_json(value: Any) -> None:
-    """Print a result as JSON, if that was asked for."""
+    """Print a result as JSON, if that was asked for. JSON has no infinite numbers; null stands for
+    them.
+    """
     if _output.as_json:
-        print(json.dumps(value, indent=2), file=_output.results, flush=True)
+        text = json.dumps(to_json(value), indent=2, allow_nan=False)
+        print(text, file=_output.results, flush=True)
+
+
+def to_json(value: Any) -> Any:
+    """Return a value with what JSON cannot hold replaced: other objects by their text, and numbers
+    that are not finite by None.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): to_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(entry) for entry in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if isinstance(value, (str, int, type(None))) else str(value)

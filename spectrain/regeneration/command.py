@@ -11,6 +11,7 @@ from spectrain.data.shards import ShardSet
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
+from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_drafter, load_weights
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
@@ -37,7 +38,9 @@ def regenerate_command(
     folder = Path(str(out)).expanduser()
     if check:
         faults = ShardSet(folder).find_faults()
-        report_faults(ShardSet(folder), faults)
+        print_json({"out": str(folder), "faults": faults})
+        with result_output():
+            report_faults(ShardSet(folder), faults)
         if faults:
             named = ", ".join([*faults][:5]) + (
                 f" and {len(faults) - 5} more" if len(faults) > 5 else ""
@@ -178,4 +181,6 @@ def regenerate_and_capture(
     finally:
         answers.states.store.flush()
     if not ShardSet(folder).find_faults():
-        print(answers.complete_store(folder), flush=True)
+        captured = answers.complete_store(folder)
+        with result_output():
+            print(captured, flush=True)

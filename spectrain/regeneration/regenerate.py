@@ -19,6 +19,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
 from spectrain.errors import SIGNAL_STATUS, RunError, RunInterrupted, UserError
+from spectrain.output.verbosity import print_json, result_output
 from spectrain.provenance import collect_provenance
 
 from .progress import WritingProgress
@@ -247,15 +248,29 @@ class Regeneration:
         rows = sum(record["rows"] for record in records)
         ended = sum(record.get("ended", 0) for record in records)
         kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in counts.items())
-        print(
-            f"{shards.folder}: {rows} of {manifest['conversations']} conversations in "
-            f"{len(records)} shards, {sum(record['cut'] for record in records)} with an answer cut"
-            + (f", {ended} that end at a tool call without a recorded result" if ended else "")
-            + (f"; {kinds}, listed in {shards.folder / 'failed'}" if kinds else "")
-            + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
-            + f"; {progress.summary_line}",
-            flush=True,
+        num_cut = sum(record["cut"] for record in records)
+        print_json(
+            {
+                "out": str(shards.folder),
+                "conversations": manifest["conversations"],
+                "written": rows,
+                "shards": len(records),
+                "cut": num_cut,
+                "ended": ended,
+                "lost": counts,
+                "unfinished": sorted(left),
+            }
         )
+        with result_output():
+            print(
+                f"{shards.folder}: {rows} of {manifest['conversations']} conversations in "
+                f"{len(records)} shards, {num_cut} with an answer cut"
+                + (f", {ended} that end at a tool call without a recorded result" if ended else "")
+                + (f"; {kinds}, listed in {shards.folder / 'failed'}" if kinds else "")
+                + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
+                + f"; {progress.summary_line}",
+                flush=True,
+            )
         total = rows + sum(counts.values())
         if total and (not rows or counts.get("failed", 0) > self.max_failed * total):
             raise RunError(

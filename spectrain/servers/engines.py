@@ -31,4 +31,6 @@ def simulate_acceptance(
         count = launch.drafter.num_tokens
         return replace(launch, acceptance_rates=tuple([*rates, *[0.0] * count][:count]))
 
-    return {name: simulate(launch) for name, launch in launches.items() if ENGINES[name].simulates}
+    # Of this project's own engine, which takes no command of its own, there is none.
+    able = [name for name in launches if name in ENGINES and ENGINES[name].simulates]
+    return {name: simulate(launches[name]) for name in able}

@@ -146,7 +146,7 @@ def test_words_of_other_commands(folder: Path) -> None:
     assert inside == ["index", "regenerate", "store", "verify"]
     assert complete("completion", "") == sorted(SHELL_SCRIPTS)
     assert complete("recipes", "ea") == ["eagle1", "eagle3"]
-    assert complete("runs", "--") == ["--help", "--json"]
+    assert complete("runs", "--") == ["--help", "--json", "--quiet"]
     assert complete("convert", "runs/eagle3-tiny", "out", "--to", "v") == ["vllm"]
     assert complete("convert", "--t") == ["--target", "--to"] and complete(
         "lint", "target="

@@ -19,10 +19,12 @@ from safetensors.torch import save_file
 from spectrain.cli import help
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import check_words, to_settings, write_overrides
+from spectrain.cli.recipe_list import describe_recipe
 from spectrain.config.check import check_config
 from spectrain.config.choices import (
     choice_files,
     conf_folders,
+    find_owners,
     load_schema,
     load_yaml,
     read_header,
@@ -106,8 +108,9 @@ def test_every_command_has_help() -> None:
 def test_every_example_composes(name: str, words: str, run_folder: Path) -> None:
     """An example passes the check that the command makes."""
     config = CONFIGS[name]
-    rest = [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
-    check_words(name, to_settings(name, shlex.split(words)))
+    split_words = [word for word in shlex.split(words) if word not in help.COMMANDS[name].output]
+    rest = [word for word in to_settings(name, split_words) if word != "-m"]
+    check_words(name, to_settings(name, split_words))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
     composed = compose(config, overrides=write_overrides(rest))
     if name in ("eval", "chat"):
@@ -288,7 +291,19 @@ def test_help_shows_one_group(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
     assert stopped.value.code == 2 and "trainer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_keys_used_most_exist(name: str) -> None:
+    """Help leaves out a key that no choice of its group has."""
+    schema = load_schema(str(CONFIGS[name]))
+    own = {key.name for key in schema.keys}
+    for key in help.COMMANDS[name].keys:
+        group, _, setting = key.rpartition(".")
+        of_node = [entry.name for entry in list_keys(schema.nodes.get(group, ""))] if group else []
+        has_owner = key in own or setting in of_node or find_owners(group, setting)
+        assert has_owner or key == "drafter.init", key
+
+
 @pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))
 def test_a_recipe_is_described_by_values(name: str) -> None:
     """Values are shown as a user writes them, not as references to the machine or to other keys."""
-    assert "${" not in help.describe_recipes([name])
+    assert "${" not in describe_recipe(name)

@@ -15,7 +15,7 @@ BLOCKS = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL
 )
 SMALLER = {
-    '"trainer.max_steps": 12': '"trainer.max_steps": 3, "data.limit": 20',
+    'trainer={"max_steps": 12}': 'trainer={"max_steps": 3}, **{"data.limit": 20}',
     "limit=4": "limit=2",
     "tokens=32": "tokens=12",
 }

@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 
 from spectrain.eval.columns import format_identical
-from spectrain.eval.notes import describe_identity, explain_numbers, list_findings
+from spectrain.eval.notes import (
+    describe_doubts,
+    describe_identity,
+    explain_numbers,
+    list_findings,
+)
 from spectrain.eval.report import WIDTH, print_answer, print_table, split_by_author
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import command_output
@@ -185,3 +190,18 @@ def test_a_score_says_what_was_checked(lossless: dict[str, Any], cell: str, sent
     assert ("identical" in shown) == bool(found["checked"]) and ("not checked" in shown) == (
         cell == "not checked"
     )
+
+
+def test_systems_with_a_doubtful_speedup_are_separated() -> None:
+    """Names of systems hold commas."""
+    doubtful = {"quotable": False, "reason": "the machine was busy"}
+    summary = {
+        "label": "drafter, chain of 3",
+        "speedup": doubtful,
+        "compared": {
+            "tree": {"label": "drafter, eagle2", "speedup": doubtful},
+            "ngram": {"label": "n-gram lookup", "speedup": {"quotable": True}},
+        },
+    }
+    (sentence,) = describe_doubts(summary)
+    assert "of drafter, chain of 3; drafter, eagle2: the machine was busy." in sentence

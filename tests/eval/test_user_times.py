@@ -88,8 +88,8 @@ def test_categories_have_intervals_and_the_worst_is_named() -> None:
         metrics.speedup(turns[2:]), 4
     )
     assert numbers["chat"].speedup_ci95 == metrics.speedup_interval(turns[2:])
-    (sentence,) = describe_worst_category(
-        {"by_category": {name: vars(entry) for name, entry in numbers.items()}}
-    )
+    entry = {"by_category": {name: vars(entry) for name, entry in numbers.items()}}
+    (sentence,) = describe_worst_category(entry)
+    assert not [*describe_worst_category({**entry, "speedup": {"quotable": False}})]
     assert sentence.startswith("Worst category: chat, ") and "on 2 prompts; best: all, " in sentence
     assert not [*describe_worst_category({"by_category": {"all": vars(numbers["all"])}})]

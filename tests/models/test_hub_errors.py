@@ -38,6 +38,8 @@ def test_a_name_that_is_not_here_needs_the_hub(monkeypatch: pytest.MonkeyPatch) 
         "target.model=spectrain/is-nowhere: there is no such directory, and the hub cannot be "
         "reached (no such host); give a model directory, or a name that was downloaded before"
     )
+    with pytest.raises(UserError, match="; write tiny for the target of this name$"):
+        load_errors.check_hub("Tinny")
     for error in (OfflineModeIsEnabled("offline"), ValueError("a name of another kind")):
         monkeypatch.setattr(load_errors, "HfApi", make_api(error))
         load_errors.check_hub("spectrain/is-nowhere")

@@ -115,6 +115,12 @@ def test_a_linter_prints_its_findings_as_json(
     assert "error" in captured.err
 
 
+def test_json_has_no_infinite_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with command_output("quiet", as_json=True):
+        print_json({"a": [float("inf"), 1.5, True], 2: Path("b"), "c": (float("nan"),)})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, True], "2": "b", "c": [None]}
+
+
 def test_an_unknown_level_is_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

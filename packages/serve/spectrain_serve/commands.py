@@ -11,6 +11,7 @@ from spectrain.config.commands import (
     read_command,
     read_command_run,
 )
+from spectrain.output.verbosity import print_json
 
 
 def serve(config: Any) -> None:
@@ -34,9 +35,10 @@ def follow_status(config: Any) -> None:
 
 def bench_engine(config: Any) -> None:
     from .times.bench import bench_engine
+    from .times.row_times import CONTENT
 
     spec, settings = read_command_run(config, "bench", "out")
-    bench_engine(spec, **settings)
+    print_json(CONTENT.dump_python(bench_engine(spec, **settings), mode="json"))
 
 
 COMMANDS = InstalledCommands(

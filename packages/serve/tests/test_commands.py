@@ -4,15 +4,59 @@ from pathlib import Path
 
 import pytest
 
+from packages.serve.tests.follow.test_damaged_files import make_folder
 from spectrain.cli.help import COMMANDS, explain_command
 from spectrain.cli.main import COMMAND_TASKS
 from spectrain.cli.overrides import to_settings
 from spectrain_serve.commands import COMMANDS as OWN
 from tests.cli.test_main import check_mistake, folder, regenerate_words, run_refused
+from tests.cli.test_output_flags import check_json
 
 __all__ = ["folder"]
 
 SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no such engine": (("serve", "target=tiny", "server=vlm"), ("server=vlm", "vllm")),
+    "a setting of no server": (
+        ("serve", "target=tiny", "server=vllm", "server.prot=3"),
+        ("server.prot", "port"),
+    ),
+    "a port of letters": (
+        ("serve", "target=tiny", "server=vllm", "server.port=80x", "--print"),
+        ("server.port=80x", "without a unit"),
+    ),
+    "a switch that is no truth value": (
+        ("serve", "target=tiny", "server=vllm", "print_only=perhaps"),
+        ("print_only=perhaps", "true or false"),
+    ),
+    "an export into a folder of others": (
+        ("serve", "run=smollm2-eagle3", "server=vllm", "out=taken", "--print"),
+        ("taken", "choose another folder"),
+    ),
+    "a flag that follow lacks": (
+        ("follow", "run=taken", "server=vllm", "--json"),
+        ("--json", "no such flag"),
+    ),
+    "follow, a setting misspelt": (
+        ("follow", "run=taken", "server=vllm", "follow.lisen=x"),
+        ("follow.lisen", "listen"),
+    ),
+    "follow, minutes as a text": (
+        ("follow", "run=taken", "server=vllm", "follow.train_minutes=long"),
+        ("follow.train_minutes=long",),
+    ),
+    "status, a switch that is no truth value": (
+        ("follow", "status", "run=taken", "rollback=x"),
+        ("rollback=x", "true or false"),
+    ),
+    "status without its key": (("follow", "status", "taken"), ("taken", "run=taken")),
+    "rows as a text": (
+        ("bench", "engine", "server=vllm", "target=tiny", "bench.rows=x"),
+        ("bench.rows=x",),
+    ),
+    "times into a folder": (
+        ("bench", "engine", "server=llamacpp", "target=tiny", "out=taken"),
+        ("out=taken", "a folder"),
+    ),
     "a server and a target": (regenerate_words("server=vllm"), ("target", "server.model")),
     "a server and a tree": (
         regenerate_words("server=vllm", "tree=chain", "target"),
@@ -42,6 +86,26 @@ SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_words_that_stand_for_settings(command: str, words: str, expected: list[str]) -> None:
     """Flags and implied settings become settings."""
     assert to_settings(command, words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "words, keys",
+    [
+        (("serve", "target=tiny", "server=vllm", "--print"), ("command", "export_command")),
+        (("follow", "status", "run=."), ("status", "decisions")),
+        (("follow", "status", "run=.", "rollback=true"), ("rollback",)),
+    ],
+)
+def test_json_is_one_document(
+    words: tuple[str, ...],
+    keys: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path)
+    check_json(words, keys, capsys)
 
 
 def test_commands_stand_where_a_project_needs_them() -> None:

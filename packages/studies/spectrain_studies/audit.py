@@ -4,7 +4,6 @@ wrong with it.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from spectrain.data.readers import ConversationReader, DataSource
 from spectrain.data.tokens import check_vocabulary
 from spectrain.errors import UserError
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import print_json
 
 from .prompt_index import PromptIndex
 
@@ -67,26 +67,19 @@ class SourceAudit:
         }
 
 
-def audit_command(target: Any, data: Any, as_json: bool, prompt_texts: Sequence[str]) -> None:
-    """Print the audit of a data set as a table, or as JSON; `prompt_texts` are the prompts of a
-    scoring.
-    """
+def audit_command(target: Any, data: Any, prompt_texts: Sequence[str]) -> None:
+    """Print the audit of a data set; `prompt_texts` are the prompts of a scoring."""
     reader: ConversationReader = data.build()
     model: Any = target.build()
     prompts = PromptIndex(prompt_texts)
     audits = audit_sources(reader, model.template, model.vision, prompts)
-    if as_json:
-        total = {key: sum(audit.counts[key] for audit in audits) for key in ROWS}
-        print(
-            json.dumps(
-                {
-                    "sources": [audit.to_json() for audit in audits],
-                    "total": total,
-                    "prompts": prompts.num_texts,
-                }
-            )
-        )
-        return
+    print_json(
+        {
+            "sources": [audit.to_json() for audit in audits],
+            "total": {key: sum(audit.counts[key] for audit in audits) for key in ROWS},
+            "prompts": prompts.num_texts,
+        }
+    )
     print_audit(audits, prompts.num_texts)
 
 

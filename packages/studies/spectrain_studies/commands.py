@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectrain.config.commands import InstalledCommands, read_command, read_command_run
 from spectrain.errors import UserError
-from spectrain.output.verbosity import print_json, result_output
+from spectrain.output.verbosity import print_json
 
 if TYPE_CHECKING:
     from spectrain.config.spec import RunSpec
@@ -24,8 +24,7 @@ def plan(config: Any) -> None:
     register_resolvers(str(config.plan.get("device", "auto")))
     try:
         spec, settings = read_command_run(config, "plan")
-        with result_output():
-            settings["plan"].build().run(apply_init_shape(spec))
+        print_json(settings["plan"].build().run(apply_init_shape(spec)))
     finally:
         # Whatever this process composes next is for its own device.
         register_resolvers()
@@ -49,11 +48,11 @@ def audit(config: Any) -> None:
 
     from .audit import audit_command
 
-    settings = read_command(config, ("target", "data", "eval", "json"))
+    settings = read_command(config, ("target", "data", "eval"))
     names = ("prompts", "limit", "categories")
     selected = read_prompts(*(settings["eval"].get(name) for name in names)).prompts
     texts = [content_text(turn) for prompt in selected for turn in prompt.turns]
-    audit_command(settings["target"], settings["data"], settings["json"], texts)
+    audit_command(settings["target"], settings["data"], texts)
 
 
 def inspect(config: Any) -> None:
@@ -73,14 +72,14 @@ def bench_decode(config: Any) -> None:
     spec, _ = read_command_run(config)
     from .machine.throughput import decode_table
 
-    decode_table(spec)
+    print_json(decode_table(spec))
 
 
 def bench_train(config: Any) -> None:
     spec, _ = read_command_run(config)
     from .machine.throughput import training_throughput
 
-    training_throughput(spec)
+    print_json(training_throughput(spec))
 
 
 def doctor(words: list[str]) -> None:

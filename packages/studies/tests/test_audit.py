@@ -17,6 +17,7 @@ from spectrain.data.stream import StreamReader
 from spectrain.data.text import TextReader
 from spectrain.data.tokens import TokensReader, parse_tokens
 from spectrain.errors import UserError
+from spectrain.output.verbosity import command_output
 from spectrain_studies.audit import ROWS, SourceAudit, audit_command, audit_sources
 from spectrain_studies.prompt_index import PromptIndex
 from tests.data.chat_templates import base_tokenizer, make_template
@@ -157,7 +158,8 @@ def test_a_mixture_is_audited_by_source(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     data = GroupSpec("data", "mix", {"sources": sources, "drop_duplicates": "exact"})
     target = GroupSpec("target", "tiny")
-    audit_command(target, data, True, [PROMPT])
+    with command_output("normal", as_json=True):
+        audit_command(target, data, [PROMPT])
     printed = json.loads(capsys.readouterr().out)
     assert [source["weight"] for source in printed["sources"]] == [2, 0.5] and printed[
         "prompts"
@@ -166,7 +168,7 @@ def test_a_mixture_is_audited_by_source(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(
         printed["total"][key] == sum(source[key] for source in printed["sources"]) for key in ROWS
     )
-    audit_command(target, data, False, [PROMPT])
+    audit_command(target, data, [PROMPT])
     shown = capsys.readouterr().out
     assert (
         all(label.strip() in shown for label in ROWS.values()) and "times seen in an epoch" in shown

@@ -1,5 +1,6 @@
 """The commands of this package, as the core's command line reads and runs them."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from spectrain.cli.overrides import to_settings
 from spectrain.config.resolve import resolve
 from spectrain.data.readers import ConversationReader
 from spectrain.models.bundled import load_tiny_tokenizer
+from spectrain_studies.commands import COMMANDS as OWN
 from spectrain_studies.planning.table import format_bytes, format_hours
 from tests.cli.test_gguf import run
+from tests.cli.test_output_flags import MESSAGES, TINY, check_json, list_named
+from tests.cli.test_output_flags import run_command as run_shell_command
 from tests.conf.test_conf import compose_settings
 from tests.models.checkpoints import save_gguf_file
 
@@ -24,7 +28,6 @@ def test_commands_stand_behind_the_training() -> None:
     names = [*COMMANDS]
     start = names.index("train")
     assert names[start : start + 4] == ["train", "plan", "compare", "eval"]
-    assert to_settings("plan", ["recipe=a", "--json"]) == ["recipe=a", "plan.json=true"]
     words = to_settings("compare", ["a", "b", "recipes=c,d"])
     assert words == ["recipes=[c,d]", 'runs=["a","b"]']
 
@@ -48,6 +51,26 @@ def test_words_that_stand_for_settings(command: str, words: str, expected: list[
         (["bench", "kernels"], ["bench kernels", "bench train"]),
         (["data", "inspekt"], ["data inspekt", "data inspect"]),
         (["bench"], ["bench decode", "bench train"]),
+        (["doctor", "json"], ["doctor json", "no settings"]),
+        (["data", "inspect", "target=tiny", "index=x"], ["index=x", "whole number"]),
+        (["data", "inspect", "target=tiny", "index=1.5"], ["index=1.5", "whole number"]),
+        (["data", "inspect", "target=tiny", "index=null"], ["index=null", "whole number"]),
+        (["data", "inspect", "target=tiny", "index=true"], ["index=true", "whole number"]),
+        (["data", "inspect", "target=tiny", "index=1 data.limit=3"], ["one pair of quotes"]),
+        (["data", "inspect", "target=tiny", "idx=3", "--help"], ["idx", "index"]),
+        (["data", "inspect", "target=tiny", "eval.limit=3"], ["eval", "no such key"]),
+        (["data", "audit", "target=tiny", "eval.promts=x"], ["eval.promts", "prompts"]),
+        (["data", "audit", "target=tiny", "json=true"], ["json", "no such key"]),
+        (["plan", "recipe=eagle3", "plan.json=true"], ["plan.json", "no such key"]),
+        (["plan", "recipe=eagle3", "plan.devices=many"], ["plan.devices=many", "integer"]),
+        (["plan", "recipe=eagle3", "plan.devices=0"], ["plan.devices=0"]),
+        (["plan", "recipe=eagle3", "plan.devicegb=3"], ["plan.devicegb", "device_gb"]),
+        (["plan", "recipe=eagle3", "plan.users=2 plan.context=3"], ["one pair of quotes"]),
+        (["plan", "recipe=eagle3", "target=tiny", "plan.out=."], ["plan.out=.", "a folder"]),
+        (["plan", "eagle3"], ["recipe=eagle3"]),
+        (["compare", "none"], ["none", "no such folder"]),
+        (["compare", "recipes=[eagl]", "target=tiny"], ["eagl", "eagle1"]),
+        (["bench", "train", "recipe=eagle3", "trainer.batchtokens=3"], ["batch_tokens"]),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -65,7 +88,39 @@ def test_values_of_help_are_those_of_the_example() -> None:
     """Of a training that is timed as of one that is run."""
     shown = " ".join(explain_command("bench train", [], "all").split())
     assert "Values are those of recipe=eagle3;" in shown and "drafter.ttt_steps=3" in shown
-    assert complete_word(["doctor", "--"]) == ["--help ", "--json "]
+    assert complete_word(["doctor", "--"]) == ["--help ", "--json ", "--quiet "]
+
+
+OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("plan", "recipe=medusa1", *TINY, "plan.calibrate=false"): ("memory", "disk", "hours", "fits"),
+    ("train", "recipe=medusa1", *TINY, "eval=none", "--dry-run"): ("plan", "samples"),
+    ("data", "inspect", *TINY): ("index", "examples", "tokens", "supervised"),
+    ("data", "audit", *TINY): ("sources", "total", "prompts"),
+    ("doctor",): ("ok", "missing", "findings"),
+    ("compare", "run", "run"): ("setting", "rows"),
+    ("bench", "train", "recipe=medusa1", *TINY): ("steps", "tokens_per_second", "time_share"),
+    ("bench", "decode", "target=tiny", "eval.limit=1", "eval.max_new_tokens=2"): (
+        "forward_seconds", "seconds_per_token"
+    ),
+}  # fmt: skip
+"""The commands of this package, and keys of the objects that they print."""
+
+
+def test_json_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(12))
+    )
+    run_shell_command(
+        ("train", "recipe=medusa1", *TINY, "trainer.max_steps=1", "run=run", "eval.limit=1",
+         "eval.max_new_tokens=4"), capsys
+    )  # fmt: skip
+    for words, keys in OUTPUTS.items():
+        check_json(words, keys, capsys)
+    own = {name for name in OWN.tasks if "--json" in COMMANDS[name].flags}
+    assert list_named(lambda name: name in own, OUTPUTS) == own == {*OWN.tasks}
 
 
 def test_inspect_composes() -> None:
@@ -80,9 +135,9 @@ def test_the_audit_composes() -> None:
     assert names[names.index("data inspect") + 1] == "data audit"
     checked = resolve(
         compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
-        ("target", "data", "eval", "json"),
+        ("target", "data", "eval"),
     )
-    assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
+    assert checked["eval"].get("prompts") == "x.jsonl"
 
 
 def test_a_gguf_file_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,15 @@ import torch
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
+from spectrain.export.drafter_files import METADATA_FILE
 from spectrain.export.launches import find_engine_layout
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import detect_layout, find_row, read_files
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write, require_writable
+from spectrain.files import atomic_write, refuse_nonempty, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
+from spectrain.output.verbosity import print_json
 from spectrain.runs.drafters import build_drafter, build_without_weights, save_drafter
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.servers.commands import EngineLaunch
@@ -65,12 +67,17 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
             folder = drafter.directory if drafter.is_exported else Path(out or default)
             if not drafter.is_exported:
                 require_writable(folder, "out")
+                # An export of before is written anew; any other folder stays as it is.
+                if not (folder / METADATA_FILE).exists():
+                    refuse_nonempty(folder)
                 lines.append(drafter.export_line(folder))
             if not drafter.is_exported and not print_only:
                 drafter.write(folder, getattr(server.settings, "python", None))
             launch = drafter.make_launch(server, folder)
         if print_only:
-            print("\n".join([*lines, find_starter(server).make_command(launch).format_shell()]))
+            command = find_starter(server).make_command(launch).format_shell()
+            print_json({"command": command, "export_command": lines[0] if lines else None})
+            print("\n".join([*lines, command]))
         else:
             run_engine(server, launch)
 
@@ -78,6 +85,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
 def run_engine(server: Server, launch: EngineLaunch) -> None:
     """Start an engine and wait until a signal stops it."""
     with start_engine(server, launch) as engine:
+        print_json({"server": server.name, "model": launch.served_name, "url": engine.url})
         print(
             f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it",
             flush=True,

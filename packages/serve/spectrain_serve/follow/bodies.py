@@ -129,7 +129,7 @@ async def send_response(
 def format_error(status: int, message: str) -> bytes:
     """Return an error in OpenAI's form."""
     return json.dumps(
-        {"error": {"message": message[:500], "type": "spectrain_follow", "code": status}}
+        {"error": {"message": message[:500], "type": "spectrain", "code": status}}
     ).encode()
 
 

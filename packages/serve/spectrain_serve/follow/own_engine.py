@@ -273,7 +273,7 @@ class OwnEngine:
             **answer,
         }
         return {
-            "object": "completion",
+            "object": "chat.completion" if is_chat else "text_completion",
             "model": self.name,
             "choices": [choice],
             **end_fields(generation),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from spectrain.errors import UserError
 from spectrain.files import open_in_place
+from spectrain.output.verbosity import print_json
 
 from .ledger import describe_entry, format_number, format_time, read_ledger, report_damage
 from .state import FollowFolder
@@ -28,11 +30,19 @@ def status_command(run: str | None, rollback: bool) -> None:
         )
     if rollback:
         os.close(open_in_place(folder.root / "rollback", os.O_WRONLY | os.O_CREAT))
+        print_json({"rollback": "requested"})
         print(
             "a roll-back is requested; the process that follows this run makes it within some "
             "seconds"
         )
         return
+    status = folder.read_status()
+    print_json(
+        {
+            "status": None if status is None else asdict(status),
+            "decisions": [*read_ledger(folder.ledger)][-NUM_SHOWN:],
+        }
+    )
     print("\n".join(format_status(folder)))
 
 

@@ -23,7 +23,8 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import measured_rates, read_scores
 from spectrain.export.targets import TargetFiles
-from spectrain.files import require_writable
+from spectrain.files import require_writable_file
+from spectrain.output.verbosity import result_output
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.commands import LOOKUP, DrafterLaunch, EngineLaunch, is_decreasing
@@ -139,10 +140,10 @@ def bench_engine(spec: RunSpec, bench: Any, out: str | None) -> EngineTimes:
     """Time an engine's forwards, print what a drafter needs there, and write the times into the
     cache and to `out`.
     """
+    if out is not None:
+        require_writable_file(Path(out), "out")
     server = make_server(spec)
     options: EngineBench = bench.build().complete(server)
-    if out is not None:
-        require_writable(Path(out), "out")
     served = None if spec.run is None else find_served_drafter(spec, server.name)
     target = TargetFiles.from_settings(spec.target.node) if served is None else served.target
     launch = launch_target(target, server)
@@ -157,7 +158,8 @@ def bench_engine(spec: RunSpec, bench: Any, out: str | None) -> EngineTimes:
     if drafter is not None:
         rates = options.acceptance_rates or read_rates(str(spec.run))
         times = replace(times, drafter=summarise_drafter(str(spec.run), rounds, rates))
-    print_times(times)
+    with result_output():
+        print_times(times)
     for path in (save_times(times), *([] if out is None else [save_times(times, Path(out))])):
         print(f"written to {path}")
     return times

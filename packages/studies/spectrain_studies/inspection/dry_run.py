@@ -4,19 +4,23 @@ shows samples with their loss masks. It trains and writes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from spectrain.config.spec import RunSpec
+from spectrain.data.chat import Example
 from spectrain.files import require_writable
+from spectrain.models.target import Target
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.runs.lock import require_folder
 from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
 from spectrain_studies.planning.plan import Plan
 
-from .inspect import format_example, format_legend
+from .inspect import describe_example, format_example, format_legend
 
 NUM_SAMPLES = 3
 
@@ -30,7 +34,7 @@ def dry_run(spec: RunSpec) -> None:
         if spec.resume is None:
             check_is_new(Path(spec.run))
     # Hours need timed steps, which are the command's.
-    Plan(calibrate=False).run(spec)
+    plan = Plan(calibrate=False).run(spec)
     reader = spec.data.build()
     reader.load_conversations()
     evaluation = spec.eval.build()
@@ -40,10 +44,18 @@ def dry_run(spec: RunSpec) -> None:
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = reader.make_dataset(target.template, target.vision)
+    samples = [*islice(dataset.examples, NUM_SAMPLES)]
+    print_json({"plan": plan, "samples": [describe_example(sample) for sample in samples]})
+    with result_output():
+        print_samples(dataset.summary_line() + reader.describe_omissions(), samples, target)
+
+
+def print_samples(summary: str, samples: Sequence[Example], target: Target) -> None:
+    """Print a line about the data, and samples with their loss masks."""
     console = make_console(highlight=False)
-    console.print(dataset.summary_line() + reader.describe_omissions(), soft_wrap=True)
+    console.print(summary, soft_wrap=True)
     console.print(format_legend())
-    for number, example in enumerate(islice(dataset.examples, NUM_SAMPLES), 1):
+    for number, example in enumerate(samples, 1):
         console.rule(
             f"sample {number}: {sum(example.mask)} supervised of {len(example.tokens)} tokens"
         )

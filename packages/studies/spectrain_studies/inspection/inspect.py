@@ -13,6 +13,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.errors import UserError
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import print_json
 
 STYLES = {"content": "green", "reasoning": "cyan", "tool_calls": "magenta", "context": "dim"}
 
@@ -25,9 +26,8 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     template = source.apply_arguments(model.template)
     console = make_console(highlight=False)
     console.print(format_legend())
-    for number, example in enumerate(
-        tokenize_conversation(template, conversation, model.vision, source.train_on)
-    ):
+    examples = tokenize_conversation(template, conversation, model.vision, source.train_on)
+    for number, example in enumerate(examples):
         if number:
             console.rule("the next assistant turn is an example of its own")
         console.print(format_example(example, model.tokenizer))
@@ -37,6 +37,21 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
             .append(f" of {len(example.tokens)} tokens")
         )
     dataset = reader.make_dataset(model.template, model.vision)
+    print_json(
+        {
+            "index": index,
+            "data": reader.name,
+            "examples": [describe_example(example) for example in examples],
+            "conversations": dataset.num_conversations,
+            "num_examples": len(dataset.examples),
+            "tokens": dataset.num_tokens,
+            "supervised": dataset.num_supervised,
+            "cut": dataset.num_cut,
+            "dropped": dataset.num_dropped,
+            "left_out": reader.num_left_out,
+            "duplicates": dict(reader.num_duplicates),
+        }
+    )
     console.rule(f"{reader.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, "
@@ -50,6 +65,15 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     )
     for line in [*dataset.source_lines, *dataset.unread_lines()]:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def describe_example(example: Example) -> dict[str, Any]:
+    """Return the tokens of an example, with the kind and the loss mask of each."""
+    return {
+        "tokens": [*example.tokens],
+        "kinds": [*example.kind_names],
+        "supervised": [bool(loss) for loss in example.mask],
+    }
 
 
 def select_conversation(

@@ -25,6 +25,7 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.published import MODELS, cache_directory
 from spectrain.output.console import make_console
 from spectrain.output.memory import available_memory
+from spectrain.output.verbosity import OUTPUT_FLAGS, print_json
 from spectrain.runs.wandb_account import logged_in
 
 CheckStatus = Literal["ok", "missing", "slow"]
@@ -66,28 +67,27 @@ def run_doctor(words: list[str]) -> int:
     else 0.
     """
     for word in words:
-        if word != "--json":
+        if word.startswith("-"):
             raise UserError(
-                f"doctor {word}: there is no such flag; {suggest_nearest(word, ['--json'])}"
+                f"doctor {word}: there is no such flag; {suggest_nearest(word, OUTPUT_FLAGS)}"
             )
+        raise UserError(f"doctor {word}: it takes no settings; write spectrain doctor")
     checks = list(run_checks())
     lacking = [finding.name for finding in checks if finding.needed and finding.status == "missing"]
-    if words:
-        entries = {
-            check.name: {key: value for key, value in asdict(check).items() if key != "name"}
-            for check in checks
-        }
-        print(json.dumps({"ok": not lacking, "missing": lacking, "findings": entries}, indent=2))
-    else:
-        width = max(len(check.name) for check in checks)
-        console = make_console(highlight=False, soft_wrap=True)
-        for finding in checks:
-            console.print(format_line(finding, width, console))
-        print(
-            f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
-            if lacking
-            else "spectrain train recipe=eagle3 can run"
-        )
+    entries = {
+        check.name: {key: value for key, value in asdict(check).items() if key != "name"}
+        for check in checks
+    }
+    print_json({"ok": not lacking, "missing": lacking, "findings": entries})
+    width = max(len(check.name) for check in checks)
+    console = make_console(highlight=False, soft_wrap=True)
+    for finding in checks:
+        console.print(format_line(finding, width, console))
+    print(
+        f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
+        if lacking
+        else "spectrain train recipe=eagle3 can run"
+    )
     return 1 if lacking else 0
 
 

@@ -21,6 +21,7 @@ from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
+from spectrain.output.verbosity import result_output
 from spectrain.provenance import processor_name
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.trees.token_tree import TokenTree
@@ -31,9 +32,9 @@ ROW_COUNTS = (1, 2, 4, 8, 12, 16, 32)
 PREFIX_LENGTHS = (150, 600)
 
 
-def decode_table(spec: RunSpec, repeats: int = 12) -> None:
+def decode_table(spec: RunSpec, repeats: int = 12) -> dict[str, Any]:
     """Print the time of a target forward by rows and prefix, then that of autoregressive
-    decoding beside `generate`.
+    decoding beside `generate`; return these times.
     """
     target: Target = spec.target.build()
     evaluation = spec.eval.build()
@@ -42,42 +43,68 @@ def decode_table(spec: RunSpec, repeats: int = 12) -> None:
     console = make_console()
     prompts = [prompt.tokenize_for(target) for prompt in evaluation.chosen[:8]]
     target.pack_weights()
-    console.print(
-        make_forward_table(target, [token for prompt in prompts for token in prompt], repeats)
-    )
+    forwards = time_forwards(target, [token for prompt in prompts for token in prompt], repeats)
+    with result_output():
+        console.print(make_forward_table(target, forwards, repeats))
     candidate, baseline = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
     ratios = sorted(b / a for a, b in zip(candidate, baseline))
-    console.print(
-        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: "
-        f"{1e3 * median(candidate):.1f} ms per token; generate with a static cache takes "
-        f"{1e3 * median(baseline):.1f} ms, {median(ratios):.2f} times as long (from "
-        f"{ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
+    with result_output():
+        console.print(
+            f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: "
+            f"{1e3 * median(candidate):.1f} ms per token; generate with a static cache takes "
+            f"{1e3 * median(baseline):.1f} ms, {median(ratios):.2f} times as long (from "
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "machine": machine_name(target),
+        # The least of the repeats, by tokens before it and by rows.
+        "forward_seconds": forwards,
+        "repeats": repeats,
+        "seconds_per_token": {
+            "prompts": len(prompts),
+            "spectrain": median(candidate),
+            "generate": median(baseline),
+            "ratio": {"median": median(ratios), "least": ratios[0], "most": ratios[-1]},
+        },
+    }
 
 
-def make_forward_table(target: Target, text: list[int], repeats: int) -> Table:
-    """Return a table with the least time of forwards behind the first tokens of a text."""
-    machine = (
-        torch.cuda.get_device_name()
-        if target.device.type == "cuda"
-        else f"{processor_name()}, {format_threads(torch.get_num_threads())}"
-    )
+def machine_name(target: Target) -> str:
+    """Return the name of the device that a target is on, with the number of its threads."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{processor_name()}, {format_threads(torch.get_num_threads())}"
+
+
+def time_forwards(target: Target, text: list[int], repeats: int) -> dict[int, dict[int, float]]:
+    """Return the least seconds of forwards behind the first tokens of a text, by their number
+    and by rows.
+    """
+    return {
+        length: forward_seconds(target, (text * (length // len(text) + 1))[:length], repeats)
+        for length in PREFIX_LENGTHS
+        if length + max(ROW_COUNTS) <= target.max_length
+    }
+
+
+def make_forward_table(
+    target: Target, forwards: dict[int, dict[int, float]], repeats: int
+) -> Table:
+    """Return a table with the seconds of forwards by the tokens before them and by rows."""
     table = Table(
         title=(
-            f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; {machine}"
+            f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; "
+            f"{machine_name(target)}"
         )
     )
     table.add_column("rows", justify="right")
-    columns = []
-    for length in (
-        length for length in PREFIX_LENGTHS if length + max(ROW_COUNTS) <= target.max_length
-    ):
+    for length in forwards:
         table.add_column(f"behind {length} tokens", justify="right")
         table.add_column("/ one row", justify="right")
-        prefix = (text * (length // len(text) + 1))[:length]
-        columns.append(forward_seconds(target, prefix, repeats))
     for rows in ROW_COUNTS:
-        times = [(seconds[rows], seconds[1]) for seconds in columns]
+        times = [(seconds[rows], seconds[1]) for seconds in forwards.values()]
         table.add_row(
             str(rows),
             *(cell for own, one in times for cell in (f"{own * 1e3:.1f}", f"{own / one:.2f}")),
@@ -158,9 +185,9 @@ def time_call(target: Target, work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def training_throughput(spec: RunSpec, steps: int = 12) -> None:
-    """Train for a few steps on the recipe's data; print tokens per second and the share of each
-    part of a step.
+def training_throughput(spec: RunSpec, steps: int = 12) -> dict[str, Any]:
+    """Train for a few steps on the recipe's data; print and return tokens per second and the
+    share of each part of a step.
     """
     trainer = replace(make_trial(spec, steps), log_every=steps // 3)
     target: Target = spec.target.build()
@@ -174,8 +201,11 @@ def training_throughput(spec: RunSpec, steps: int = 12) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())
-    make_console().print(
-        f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} "
-        f"supervised, over the last {steps // 3} of {steps} steps, features computed live\ntime: "
-        f"{share} (target: its forward; drafter: loss, backward and optimiser)"
-    )
+    with result_output():
+        make_console().print(
+            f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} "
+            f"supervised, over the last {steps // 3} of {steps} steps, features computed live\n"
+            f"time: {share} (target: its forward; drafter: loss, backward and optimiser)"
+        )
+    keys = ("tokens_per_second", "supervised_per_second", "time_share")
+    return {"steps": steps, **{key: last[key] for key in keys}}

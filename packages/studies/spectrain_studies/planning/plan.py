@@ -22,9 +22,10 @@ from spectrain.export.launches import find_engine_layout, make_launches
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
-from spectrain.files import require_writable, write_text
+from spectrain.files import require_writable_file, write_text
 from spectrain.models.architectures.quantized import BLOCK_QUANTIZATIONS
 from spectrain.models.bundled import type_name
+from spectrain.output.verbosity import result_output
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.servers.advice import list_engine_advice
@@ -73,17 +74,13 @@ class Plan(PlanSettings):
     """Plan a training run for devices that need not be here."""
 
     def run(self, spec: RunSpec) -> dict[str, Any]:
-        """Plan, print a table or JSON, and return what was planned."""
+        """Plan, print a table, and return what was planned."""
         if self.out is not None:
-            require_writable(Path(self.out), "plan.out")
+            require_writable_file(Path(self.out), "plan.out")
         summary = plan(spec, self)
-        text = json.dumps(summary, indent=2) + "\n"
         if self.out is not None:
-            Path(self.out).parent.mkdir(parents=True, exist_ok=True)
-            write_text(Path(self.out), text)
-        if self.json:
-            print(text, end="")
-        else:
+            write_text(Path(self.out), json.dumps(summary, indent=2) + "\n")
+        with result_output():
             print_plan(summary)
         return summary
 

@@ -43,8 +43,6 @@ class PlanSettings:
     users: int = 1
     # Number of tokens of each of these texts.
     context: int = 8192
-    # Whether to print JSON instead of a table.
-    json: bool = False
     # File that the JSON is written to; null writes none.
     out: str | None = None
 
