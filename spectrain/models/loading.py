@@ -302,6 +302,7 @@ def load_hf(
     target.template = target.template.with_arguments(template_kwargs or {})
     warn_of_tokens_beyond(target)
     target.has_layers = parts == "all"
+    target.quantization = quantization
     if reads_weights and parts == "head":
         with explain_load_failure(model):
             load_head(target, CheckpointFiles.open_model(location, revision), device)
