@@ -47,6 +47,15 @@ class RunInterrupted(Exception):
         return RunInterrupted(message, self.status or SIGNAL_STATUS + signal.SIGTERM)
 
 
+class Terminated(KeyboardInterrupt):
+    """A signal that asked this command to end; `status` is the exit status."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+        self.status = SIGNAL_STATUS + number
+
+
 def is_network_error(error: BaseException) -> bool:
     """Tell whether a server could not be reached. The library that asks the hub has another name in
     each of its releases, so the names of classes are compared.

@@ -23,7 +23,7 @@ from spectrain.decoding.session import EngineChoice, Session, check_compatibilit
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.hybrid import DrafterWithCopies
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.errors import UserError, suggest_nearest
+from spectrain.errors import Terminated, UserError, suggest_nearest
 from spectrain.eval.baselines import supports_auto_tree
 from spectrain.eval.systems import describe_tree
 from spectrain.models.target import Target
@@ -35,7 +35,6 @@ from spectrain.trees import Auto
 
 from .chat_output import DecodingSpeed, PlainOutput, TerminalOutput, TextPiece, TextStream
 from .results import Answer
-from .termination import Terminated
 
 # Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and
 # timing each takes a while.

@@ -29,6 +29,7 @@ from spectrain.errors import (
     SIGNAL_STATUS,
     RunError,
     RunInterrupted,
+    Terminated,
     UserError,
     explain_missing_module,
     first_line,
@@ -61,7 +62,7 @@ from .overrides import (
     write_overrides,
 )
 from .settings_file import split_settings_file
-from .termination import Terminated, raise_terminated
+from .termination import raise_terminated
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"

@@ -13,20 +13,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from spectrain.errors import SIGNAL_STATUS
+from spectrain.errors import Terminated
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 # Seconds after which a signal is sent again whose exception Python has ignored.
 REPEAT_SECONDS = 0.01
-
-
-class Terminated(KeyboardInterrupt):
-    """A signal that asked this command to end; `status` is the exit status."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
-        self.status = SIGNAL_STATUS + number
 
 
 @contextmanager

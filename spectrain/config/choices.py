@@ -147,10 +147,14 @@ def check_files(folders: Iterable[Path]) -> None:
     """
     for path in (path for folder in folders for path in folder.rglob("*.yaml")):
         try:
-            read_text(path)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: it is no text ({error.reason}); save it as UTF-8") from error
-        check_choice_file(path)
+            check_choice_file(path)
+        except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, UnicodeDecodeError):
+                raise UserError(
+                    f"{path}: it is no text ({cause.reason}); save it as UTF-8"
+                ) from error
+            raise
 
 
 def choice_files(group: str, folders: Iterable[Path] | None = None) -> dict[str, Path]:

@@ -32,6 +32,8 @@ from .chat_template import Message
 from .messages import Conversation
 
 MANIFEST = "manifest.json"
+LATER_SETTINGS = ("target.weights", "target.chat_template")
+"""Settings of our own engine that sets of earlier versions do not name."""
 MAX_SHARDS = 1_000_000
 FailureKind = Literal["failed", "too_long", "cut"]
 
@@ -202,7 +204,8 @@ class ShardSet:
                 )
             began = self.manifest["settings"]
         for key in (*began, *settings):
-            if began.get(key) != settings.get(key):
+            is_known = key in began or key not in LATER_SETTINGS
+            if is_known and began.get(key) != settings.get(key):
                 raise UserError(
                     f"{key}={settings.get(key)}: the set in {self.folder} was begun with "
                     f"{began.get(key)}; use that, or another out"

@@ -49,6 +49,7 @@ from .model_sizes import check_model_directory, check_shape, is_number
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
+from .tokenizer_files import check_loaded_tokenizer
 
 NetworkLoader = Callable[..., Any]
 """Makes a model from a name, its configuration, a device, a sharding and options; not a user
@@ -301,6 +302,7 @@ def load_hf(
     target.template = target.template.with_arguments(template_kwargs or {})
     warn_of_tokens_beyond(target)
     target.has_layers = parts == "all"
+    target.quantization = quantization
     if reads_weights and parts == "head":
         with explain_load_failure(model):
             load_head(target, CheckpointFiles.open_model(location, revision), device)
@@ -453,6 +455,8 @@ def load_tokenizer(
                 "the tokenizer's files there from where the model came from"
             ) from error
         raise
+    if not Path(model).expanduser().is_dir():
+        check_loaded_tokenizer(tokenizer, f"target.model={model}: its tokenizer")
     longest = tokenizer.model_max_length
     if not is_number(longest, math.inf, least=0):
         raise UserError(

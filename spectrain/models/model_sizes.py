@@ -11,6 +11,7 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 
 from .rope import RopeError, check_rope
+from .tokenizer_files import check_tokenizer_file
 
 # Key -> its largest value. The largest published models have 126 layers, a width of 18,432 and
 # 262,400 tokens.
@@ -44,8 +45,6 @@ MAX_EPSILON = 0.01
 # Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
 TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 MAX_TEXT_BYTES = 200_000_000
-# Tokens that are added to a vocabulary one by one; a million of them load for more than a minute.
-MAX_ADDED_TOKENS = 50_000
 
 
 def check_model_directory(directory: Path) -> None:
@@ -54,23 +53,12 @@ def check_model_directory(directory: Path) -> None:
     if not directory.is_dir():
         return
     refuse_odd_files(directory)
-    check_added_tokens(directory / "tokenizer.json")
+    check_tokenizer_file(directory / "tokenizer.json")
     path = directory / "config.json"
     if path.exists():
         config = read_json_object(path)
         check_sizes(config, path)
         check_embeddings(config, path)
-
-
-def check_added_tokens(path: Path) -> None:
-    """Raise a UserError for a tokenizer with more added tokens than models have."""
-    # Each of them says whether it is a single word, which nothing else in the file does.
-    number = path.read_bytes().count(b'"single_word"') if path.is_file() else 0
-    if number > MAX_ADDED_TOKENS:
-        raise UserError(
-            f"{path}: it has {number} added tokens, and no model needs more than "
-            f"{MAX_ADDED_TOKENS}; copy the file again"
-        )
 
 
 def refuse_odd_files(directory: Path) -> None:

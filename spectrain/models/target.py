@@ -72,6 +72,10 @@ class Target(ModelParts):
         # Whether the layers were loaded; without them nothing runs but embedding, final norm and
         # output layer.
         self.has_layers = True
+        # How its weights were quantized while loading, as target.quantization names it.
+        self.quantization: str | None = None
+        # The hash of its weights as they were loaded, where a command has computed it.
+        self.weights_hash: str | None = None
         # Whether the weights are those of a model in training, which changes them.
         self.shares_weights = False
         # How the processes of the launch hold the model together.

@@ -10,6 +10,7 @@ from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import ShardSet
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
+from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
 from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.defaults import resolve_eval_spec
@@ -135,6 +136,8 @@ def load_target(group: GroupSpec) -> Target:
     """Load the target, which this project's engine decodes with."""
     target: Target = group.build()
     target.require_layers("writing answers with this engine")
+    # Packed weights lie in another order.
+    target.weights_hash = hash_target(target)
     target.pack_weights()
     return target
 

@@ -110,6 +110,9 @@ class EngineWriter(AnswerWriter):
             "target": self.target.name,
             "target.model": self.target.path,
             "target.dtype": dtype,
+            "target.quantization": self.target.quantization,
+            "target.weights": self.target.weights_hash,
+            "target.chat_template": self.target.template.facts(),
         }
 
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:

@@ -32,6 +32,7 @@ from spectrain.training.checkpoints import (
 )
 from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.parallel.launch import disconnect_processes, wait_for_loading
+from spectrain.training.run_files import check_run_files
 from spectrain.training.trainer import Trainer
 
 from .callbacks import Callback, CallbackTracker
@@ -254,6 +255,8 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
         )
     if checkpoint is not None or (is_finished(run) and (run / "config.yaml").exists()):
         check_settings(run, spec)
+    if checkpoint is not None:
+        check_run_files(run, checkpoint)
     return run
 
 

@@ -118,11 +118,14 @@ class RunProgress(ABC):
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
         self.budget.reserved = self.validation_history.newest_seconds
-        if (
-            self.trainer.keep_best is not False
-            and not best_weights_path(self.run, self.validation_history.best_step).exists()
-        ):
-            # Its weights are gone.
+        best = best_weights_path(self.run, self.validation_history.best_step)
+        if self.trainer.keep_best is not False and not best.exists():
+            if self.validation_history.best and shared.is_main:
+                print(
+                    f"spectrain: {best}: it is missing, so the best validation is looked for anew",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.validation_history = replace(
                 self.validation_history, best=0.0, best_step=0, without_gain=0
             )

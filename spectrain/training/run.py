@@ -46,6 +46,7 @@ from .parallel.base import ParallelStrategy
 from .parallel.monitor import WAITING, ProcessMonitor
 from .progress import RunProgress
 from .rates import choose_rates, describe_rates, split_by_rate
+from .run_files import describe_files
 from .settings import TrainerSettings
 from .step_sums import BatchSums, Shares, StepSums, join_numbers
 from .stop_signals import StopSignals
@@ -484,7 +485,7 @@ class TrainingRun(RunProgress):
                     {name: tensor.clone() for name, tensor in part.items()}
                     for part in (weights, tensors)
                 )
-            progress = self.state_dict(position, tallies, numbers)
+            progress = self.state_dict(position, tallies, numbers) | describe_files(self.run)
             path = checkpoint_path(self.run, self.step)
             self.monitor.report_status(self.step, "saving a checkpoint")
             keep = self.trainer.keep_checkpoints

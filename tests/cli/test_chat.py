@@ -21,7 +21,6 @@ from spectrain.cli import chat, chat_output
 from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, TerminalChat
 from spectrain.cli.chat_output import PlainOutput, TerminalOutput, TextPiece, TextStream
-from spectrain.cli.termination import Terminated
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -31,7 +30,7 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
-from spectrain.errors import UserError
+from spectrain.errors import Terminated, UserError
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from spectrain.cli import main as cli
-from spectrain.cli.termination import Terminated, raise_terminated
+from spectrain.cli.termination import raise_terminated
+from spectrain.errors import Terminated
 from spectrain.files import atomic_write
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -5,11 +5,12 @@ often it was interrupted.
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -578,6 +579,42 @@ def test_other_settings_are_refused(setting: str, tiny: Target, complete_set: Pa
         regenerate(complete_set, tiny, **CHANGES[setting])
     assert str(caught.value).startswith(setting) and "was begun with" in str(caught.value)
     assert read_shards(complete_set) == before
+
+
+TARGET_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Target], None]] = {
+    "target.quantization=gguf_int8": lambda patch, target: patch.setattr(
+        target, "quantization", "gguf_int8"
+    ),
+    "target.weights=1234": lambda patch, target: patch.setattr(target, "weights_hash", "1234"),
+    "target.chat_template=": lambda patch, target: patch.setattr(
+        target, "template", target.template.with_arguments({"enable_thinking": False})
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", TARGET_CHANGES)
+def test_another_target_under_the_same_name_is_refused(
+    setting: str, tiny: Target, complete_set: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantization, its weights and its chat template decide the answers too."""
+    TARGET_CHANGES[setting](monkeypatch, tiny)
+    with pytest.raises(UserError, match="was begun with") as caught:
+        regenerate(complete_set, tiny)
+    assert str(caught.value).startswith(setting)
+
+
+def test_a_set_that_an_earlier_version_began_goes_on(
+    tiny: Target, complete_set: Path, tmp_path: Path
+) -> None:
+    """Its manifest does not name weights, chat template and quantization."""
+    folder = tmp_path / "earlier"
+    shutil.copytree(complete_set, folder)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for key in ("target.weights", "target.chat_template", "target.quantization"):
+        del manifest["settings"][key]
+    path.write_text(json.dumps(manifest))
+    assert regenerate(folder, tiny) == read_rows(complete_set)
 
 
 def test_manifest_says_how_it_was_made(tiny: Target, complete_set: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from spectrain.config.spec import RunSpec
-from spectrain.errors import UserError
+from spectrain.errors import Terminated, UserError
 from spectrain.export.converter import read_drafter, resolve_target, write_checked
 from spectrain.export.drafter_files import METADATA_FILE
 from spectrain.export.launches import find_engine_layout
@@ -90,28 +90,28 @@ def run_engine(server: Server, launch: EngineLaunch) -> None:
             f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it",
             flush=True,
         )
-        try:
-            engine.wait()
-        except KeyboardInterrupt:
-            print(f"{server.name} stops", flush=True)
+        engine.wait()
 
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGINT raise KeyboardInterrupt, so that what was started is stopped.
+    """Let SIGINT raise KeyboardInterrupt, and SIGTERM and SIGHUP `Terminated`, so that what was
+    started is stopped.
 
-    A shell lets a command in the background ignore SIGINT.
+    A shell lets a command in the background ignore SIGINT, and nohup lets it ignore SIGHUP, which
+    stays so.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

@@ -89,8 +89,6 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
             while loop.is_alive() and thread.thread.is_alive():
                 loop.join(0.5)
             raise RunError("follow: a thread of it has ended")
-        except KeyboardInterrupt:
-            print("follow stops", flush=True)
         finally:
             follower.is_stopping.set()
             loop.join(30)

@@ -16,6 +16,7 @@ import pytest
 
 from packages.serve.tests.servers.engines import becomes_true, fake_python, is_running
 from spectrain.cli.main import main
+from spectrain.errors import Terminated
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.models.target import Target
 from spectrain.servers.commands import EngineLaunch
@@ -159,15 +160,15 @@ def test_simulated_acceptance_needs_no_training(
         run_serve("--print", "target=tiny", "recipe=eagle3", "server.acceptance_rates=[0.7,0.4]")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_engine(
     number: signal.Signals,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends the command without an error, also where a shell has let it ignore SIGINT, and
-    nothing runs on.
+    """It ends the command as that signal, also where a shell has let it ignore SIGINT, and nothing
+    runs on.
     """
     child_file = tmp_path / "child"
     port = find_free_port()
@@ -186,10 +187,11 @@ def test_a_signal_stops_the_engine(
     )
     try:
         threading.Thread(target=interrupt, daemon=True).start()
-        with serve.interrupt_on_signals():
+        with pytest.raises(KeyboardInterrupt) as stopped, serve.interrupt_on_signals():
             serve.run_engine(server, EngineLaunch("TARGET", "tiny"))
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    assert printed[0].endswith("vllm stops")
+    if number != signal.SIGINT:
+        assert isinstance(stopped.value, Terminated) and stopped.value.status == 128 + number
     assert becomes_true(lambda: not is_running(int(child_file.read_text())))

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
+from spectrain.export.targets import TargetFiles
 from spectrain.files import require_writable
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.output.verbosity import print_json, result_output
+from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.runs.lock import require_folder
 from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
-from spectrain_studies.planning.plan import Plan
+from spectrain_studies.planning.plan import Plan, find_conversion
 
 from .inspect import describe_example, format_example, format_legend
 
@@ -40,7 +42,7 @@ def dry_run(spec: RunSpec) -> None:
     evaluation = spec.eval.build()
     if evaluation is not None:
         build_decoding(spec)
-    target = spec.target.build()
+    target = load_without_writing(spec)
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = reader.make_dataset(target.template, target.vision)
@@ -61,3 +63,20 @@ def print_samples(summary: str, samples: Sequence[Example], target: Target) -> N
         )
         console.print(format_example(example, target.tokenizer))
     console.rule("nothing was trained or written")
+
+
+def load_without_writing(spec: RunSpec) -> Target:
+    """Load the target; where that would write converted weights, which take the space of a model,
+    build it without them.
+    """
+    files = TargetFiles.from_settings(spec.target.node, with_weights=False)
+    converted = find_conversion(spec, files)
+    if converted is None:
+        target: Target = spec.target.build()
+        return target
+    print(
+        f"the weights of {files.gguf_file} are neither read nor checked here, because the training "
+        f"converts them to {converted}",
+        flush=True,
+    )
+    return build_target_without_weights(spec)

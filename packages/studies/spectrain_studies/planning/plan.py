@@ -235,9 +235,8 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     them yet.
     """
     files = TargetFiles.from_settings(spec.target.node, with_weights=False)
-    converted = files.converted_directory
-    keeps_blocks = spec.target.get("quantization") in BLOCK_QUANTIZATIONS
-    if converted is None or keeps_blocks or (converted / "config.json").exists():
+    converted = find_conversion(spec, files)
+    if converted is None:
         return []
     dtype = files.weight_dtype
     size = dtype.itemsize * count_parameters(models)["target"]
@@ -245,6 +244,17 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
         f"the first command that loads {files.gguf_file} writes its weights in "
         f"{type_name(dtype)}, {format_bytes(size)}, to {converted}"
     ]
+
+
+def find_conversion(spec: RunSpec, files: TargetFiles) -> Path | None:
+    """Return the folder to which the first command that loads a target writes its weights; None
+    where they are written, or are read as they are.
+    """
+    converted = files.converted_directory
+    keeps_blocks = spec.target.get("quantization") in BLOCK_QUANTIZATIONS
+    if converted is None or keeps_blocks or (converted / "config.json").exists():
+        return None
+    return converted
 
 
 def describe_launches(spec: RunSpec, drafter: Drafter) -> dict[str, EngineLaunch]:

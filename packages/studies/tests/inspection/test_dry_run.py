@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.cli.main import main
+from tests.models.checkpoints import save_gguf_file
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -46,3 +47,19 @@ def test_a_device_is_no_run_folder(
         run(monkeypatch, "recipe=medusa1", "target=tiny", "eval=none", *words)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "spectrain: run=/dev/null: this is a file; choose a folder\n"
+
+
+def test_no_weights_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a GGUF file only the keys are read, as long as no command has written its weights."""
+    gguf = save_gguf_file(tmp_path)[0]
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(cache))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one two three four five six seven eight"}\n' * 40)
+    words = ("recipe=medusa1", "target=hf", f"target.model={gguf}", "data=text", "eval=none")
+    run(monkeypatch, *words, f"data.path={text}", "data.max_length=64")
+    printed = capsys.readouterr().out
+    assert "neither read nor checked here" in printed and "sample 1: " in printed
+    assert [path for path in cache.rglob("*") if path.suffix == ".safetensors"] == []
