@@ -26,6 +26,7 @@ from spectrain.models.target import Target
 from spectrain.runs.drafters import build_without_weights
 from spectrain.runs.init_drafter import adapt_drafter
 from spectrain.training.adapters import select_stage_groups
+from spectrain.training.parallel.deepspeed import bucket_values
 from spectrain.training.trainer import Trainer
 
 from .row_cost import RowCost, row_cost
@@ -114,6 +115,15 @@ class Models:
         them.
         """
         return self.num_devices > 1 and self.trainer.sharding in ("auto", "ddp")
+
+    @property
+    def gradient_buffers(self) -> int:
+        """Number of buffers in which DeepSpeed sums gradients; on a GPU ZeRO-2 fills one while it
+        sends another.
+        """
+        if self.num_devices == 1:
+            return 0
+        return {"zero2": 1 if self.is_cpu else 2, "zero3": 1}.get(self.trainer.sharding, 0)
 
     @cached_property
     def product_bytes(self) -> int:
@@ -283,7 +293,9 @@ def resident_bytes(models: Models, stage: Stage, runs_output: bool) -> dict[str,
         if models.is_cpu
         else 0,
         "optimiser state": 2 * bytes_of(trained),
-        "gradient buckets": bytes_of(p for p in trained if id(p) in own)
+        "gradient buckets": models.gradient_buffers * FLOAT_BYTES * bucket_values(trained)
+        if models.gradient_buffers
+        else bytes_of(p for p in trained if id(p) in own)
         if models.has_gradient_buckets
         else 0,
     }
