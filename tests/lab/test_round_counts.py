@@ -100,7 +100,7 @@ def test_a_layer_of_the_target_adds_thirteen_nodes() -> None:
 def test_a_round_has_no_more_nodes_for_more_texts() -> None:
     """Launches do not grow with texts or nodes, and bytes do."""
     rows = {key: count_small(*key) for key in [("tree of 16", 1), ("tree of 16", 8)]}
-    one, eight = rows.values()
-    assert eight["num_nodes"] <= one["num_nodes"] + 4
-    assert one["bytes"] < eight["bytes"] < 8 * one["bytes"]
-    assert one["least_us"] < one["floor_us"]
+    single, eight = rows.values()
+    assert eight["num_nodes"] <= single["num_nodes"] + 4
+    assert single["bytes"] < eight["bytes"] < 8 * single["bytes"]
+    assert single["least_us"] < single["floor_us"]
