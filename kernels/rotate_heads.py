@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .dispatch import jit, takes_gradients, tl, triton
 
+MAX_VALUES = 8192
+"""The most values of a token's queries that a program holds in registers."""
+
 
 def rotate_heads_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
@@ -172,17 +175,10 @@ class _RotatedHeads(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch, length, _ = q.shape
-        size = cos.shape[-1]
-        cos, sin = (x.contiguous().expand(batch, -1, -1) for x in (cos, sin))
-        heads = [_split_heads(x, size) for x in (q, k, v)]
-        outputs = [q.new_empty(batch * length, x.shape[2]) for x in (q, k)]
-        _launch_rotate_heads(
-            heads[0], heads[1], None, cos, sin, outputs[0], outputs[1], None, False
-        )
+        cos, sin = (x.contiguous().expand(len(q), -1, -1) for x in (cos, sin))
+        queries, keys, values = (_split_heads(x, cos.shape[-1]) for x in (q, k, v))
         ctx.save_for_backward(cos, sin)
-        queries, keys = (x.view(batch, length, -1, size).transpose(1, 2) for x in outputs)
-        return queries, keys, heads[2]
+        return *rotate_split_heads(queries, keys, cos, sin), values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,6 +196,33 @@ def _split_heads(product: Tensor, size: int) -> Tensor:
     """Return a product [B, T, H D] as heads [B, H, T, D]."""
     product = product if product.stride(-1) == 1 else product.contiguous()
     return product.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def can_rotate(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    """Tell whether the kernel rotates queries [B, H, T, D] and keys [B, K, T, D] by cosines
+    [1 or B, T, D], one for each of their dimensions.
+    """
+    num_texts, heads, length, size = q.shape
+    angles = (length, size)
+    return (
+        size % 2 == 0
+        and heads * size <= MAX_VALUES
+        and k.shape[2:] == angles == cos.shape[1:]
+        and cos.shape[0] in (1, num_texts)
+    )
+
+
+def rotate_split_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rotated queries [B, H, T, D] and keys [B, K, T, D] in one launch, without gradients.
+    Cosines and sines [1 or B, T, D] have equal halves.
+    """
+    batch, _, length, size = q.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    cos, sin = (x.contiguous().expand(batch, -1, -1) for x in (cos, sin))
+    rows = [x.new_empty(batch * length, x.shape[1] * size) for x in (q, k)]
+    _launch_rotate_heads(q, k, None, cos, sin, rows[0], rows[1], None, False)
+    queries, keys = (x.view(batch, length, -1, size).transpose(1, 2) for x in rows)
+    return queries, keys
 
 
 def rotate_heads(

@@ -32,21 +32,32 @@ class TargetLogits(NamedTuple):
     z = cap(scale * product), and log p = z - log_z, or z - log sum exp z without `log_z`.
     """
 
-    products: Tensor  # [r, V]
+    products: Tensor  # [p, V]
     scale: float = 1.0
     softcap: float | None = None
-    log_z: Tensor | None = None  # [r]
+    log_z: Tensor | None = None  # [p]
+    # [r] rows of the products and of log_z, which may repeat; None takes all of them.
+    rows: Tensor | None = None
 
     def select_rows(self, rows: slice | Tensor) -> TargetLogits:
         """Select these rows, which may repeat."""
+        assert self.rows is None, "rows are chosen already"
         return self._replace(
             products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows]
         )
+
+    def choose_rows(self, rows: Tensor) -> TargetLogits:
+        """Select these rows, which may repeat, without a copy where a kernel reads them."""
+        if can_run_kernel(self.products):
+            return self._replace(rows=rows)
+        return self.select_rows(rows)
 
     def log_p(self, spent: bool = False) -> Tensor:
         """Return log p [r, V] in float32, or float64. With `spent`, the products may be
         overwritten.
         """
+        if self.rows is not None:
+            return self._replace(rows=None).select_rows(self.rows).log_p(spent=True)
         logits = scale_and_cap(self.products, self.scale, self.softcap)
         spent = spent or logits is not self.products
         if self.log_z is not None:
@@ -70,18 +81,20 @@ def row_kl_reference(
     target_scale: float | None = None,
     target_softcap: float | None = None,
     target_log_z: Tensor | None = None,
+    target_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return KL(p || q) of every row times its weight, and the drafter's and the target's most
     likely entries, each [r].
 
     q is the softmax of the products [r, V] of states and weight, scaled and capped. p is that of
     log_p [r, V], or has all mass on tokens [r]. With `target_scale`, `log_p` holds the target's
-    products instead, as in `TargetLogits`. With `with_grad` the gradient with respect to the
-    logits, (sum p) q - p, overwrites the products.
+    products instead, as in `TargetLogits`, and row r is its row `target_rows[r]` where these are
+    given. With `with_grad` the gradient with respect to the logits, (sum p) q - p, overwrites the
+    products.
     """
     if log_p is not None and target_scale is not None:
         log_p = (
-            TargetLogits(log_p, target_scale, target_softcap, target_log_z)
+            TargetLogits(log_p, target_scale, target_softcap, target_log_z, target_rows)
             .log_p()
             .to(torch.promote_types(product.dtype, torch.float32))
         )
@@ -170,6 +183,7 @@ def _row_kl_kernel(  # type: ignore[no-untyped-def]
     target_scale,
     target_softcap,
     target_log_z_ptr,
+    target_rows_ptr,
     # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
     VOCAB: tl.constexpr,
     HAS_TOKENS: tl.constexpr,  # p has all mass on a token
@@ -189,8 +203,11 @@ def _row_kl_kernel(  # type: ignore[no-untyped-def]
     # Locate the row.
     row = tl.program_id(0).to(tl.int64)
     product_ptr += row * product_stride
+    target_row = row
+    if target_rows_ptr is not None:
+        target_row = tl.load(target_rows_ptr + row)
     if not HAS_TOKENS:
-        log_p_ptr += row * log_p_stride
+        log_p_ptr += target_row * log_p_stride
     row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
     mass = 0.0  # sum p
     divergence = 0.0  # sum p (log p - z)
@@ -247,7 +264,7 @@ def _row_kl_kernel(  # type: ignore[no-untyped-def]
     if HAS_PRODUCTS:
         target_log_z = top_log_p + tl.log(mass)
         if target_log_z_ptr is not None:
-            target_log_z = tl.load(target_log_z_ptr + row).to(tl.float32)
+            target_log_z = tl.load(target_log_z_ptr + target_row).to(tl.float32)
         mass *= tl.exp(top_log_p - target_log_z)
         divergence = divergence * tl.exp(top_log_p - target_log_z) - mass * target_log_z
     tl.store(
@@ -298,6 +315,7 @@ def row_kl(
     target_scale: float | None = None,
     target_softcap: float | None = None,
     target_log_z: Tensor | None = None,
+    target_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `row_kl_reference` in float32 and in one launch."""
     rows, vocab = product.shape
@@ -323,7 +341,7 @@ def row_kl(
             softcap or 1.0,
             target_scale or 1.0,
             target_softcap or 1.0,
-            None if target_log_z is None else target_log_z.contiguous(),
+            *(None if x is None else x.contiguous() for x in (target_log_z, target_rows)),
             VOCAB=vocab,
             HAS_TOKENS=tokens is not None,
             BLOCK=block,

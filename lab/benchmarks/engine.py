@@ -39,6 +39,7 @@ from spectrain.kernels import (
     tree_walks,
 )
 from spectrain.models import compiled_layers as compiled
+from spectrain.models.fast import merge_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
@@ -190,6 +191,9 @@ class EngineBench(Bench):
         """
         target = build_meta_target(self.sizes.model, torch.bfloat16)
         drafter = random_drafter(target, self.sizes.model, torch.bfloat16)
+        # As `pack_weights` and `prepare_for_decoding` do on a GPU.
+        merge_linears(target.model)
+        merge_linears(drafter, trainable=True)
         counts = count_round(CapturedRunner(target, Greedy(), *self.select_drafter(name, drafter)))
         return {
             "parts": counts,

@@ -10,7 +10,7 @@ round.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class LaunchCounter(TorchDispatchMode):
         return out
 
 
+CounterOfParts = TypeVar("CounterOfParts", bound=LaunchCounter)
+
+
 def count_round(
     engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32
 ) -> dict[str, dict[str, int]]:
@@ -83,18 +86,22 @@ def count_round(
     """
     return {
         part: {"launches": counter.launches.total(), "bytes": counter.bytes}
-        for part, counter in count_parts(engine, batch, prompt, new_tokens).items()
+        for part, counter in count_parts(engine, batch, prompt, new_tokens, LaunchCounter).items()
     }
 
 
 def count_parts(
-    engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32
-) -> dict[str, LaunchCounter]:
-    """Count every part of a round, of an engine whose target and drafter are on the device
-    "meta".
+    engine: CapturedRunner,
+    batch: int = 1,
+    prompt: int = 16,
+    new_tokens: int = 32,
+    counter: type[CounterOfParts] = LaunchCounter,  # type: ignore[assignment]
+) -> dict[str, CounterOfParts]:
+    """Count every part of a round by a kind of counter, of an engine whose target and drafter are
+    on the device "meta".
     """
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
-    counts = {}
+    counts: dict[str, CounterOfParts] = {}
     with torch.no_grad():
         engine.start_batch(
             Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset())
@@ -103,7 +110,6 @@ def count_parts(
             engine.run_uncaptured_round(RoundTimer(engine.target.device))
         parts = engine.run_parts()
         for part in ROUND_PARTS[:-1]:
-            with LaunchCounter() as counter:
+            with counter() as counts[part]:
                 next(parts)
-            counts[part] = counter
     return counts

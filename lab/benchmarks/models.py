@@ -85,7 +85,8 @@ def build_meta_target(model: ModelGeometry, dtype: torch.dtype) -> Target:
     impossible.
     """
     target = load_tiny(device="cpu")
-    target.model = random_network(model, torch.device("meta"), dtype)
+    # Weights that learn would not be merged.
+    target.model = random_network(model, torch.device("meta"), dtype).requires_grad_(False)
     return target
 
 

@@ -396,13 +396,14 @@ class StepModel:
 
 @contextmanager
 def modules_only() -> Iterator[None]:
-    """Run a step without the kernels that have gradients, with separate products, and without what
-    is kept of the target's logits.
+    """Run a step without the kernels that have gradients, with separate products of the drafter, in
+    small chunks of the loss, and without what is kept of the target's logits.
     """
     with ExitStack() as stack:
         for module in (training_products, text_kernels, later_keys):
             stack.enter_context(patch.object(module, "takes_gradients", lambda x: False))
-        stack.enter_context(patch.object(linear_divergence, "STORED_BYTES", 0))
+        for name in ("STORED_BYTES", "CHUNK_BYTES"):
+            stack.enter_context(patch.object(linear_divergence, name, 0))
         yield
 
 

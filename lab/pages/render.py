@@ -234,6 +234,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "command": shorten_command,
     "gigabytes": format_gigabytes,
     "giga": lambda value: f"{value / 1e9:.0f}",
+    "gigas": lambda value: f"{value / 1e9:.1f}",
+    "teras": lambda value: f"{value / 1e12:.2f}",
     "megabytes": lambda size: f"{size / 1e6:.2f} MB",
     "percent": lambda value: f"{100 * value:.0f}",
     "capitalized": lambda text: text[0].upper() + text[1:],

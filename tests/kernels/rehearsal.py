@@ -291,6 +291,7 @@ def launch_loss(dtype: torch.dtype, vocab: int) -> None:
         target_scale=0.5,
         target_softcap=30.0,
         target_log_z=weight,
+        target_rows=torch.zeros(4, dtype=torch.int64),
     )
     row_kl.row_argmax(product, 1.0, None)
 

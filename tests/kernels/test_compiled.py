@@ -170,7 +170,7 @@ def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
         "row_weight_ptr": "*fp32",
         "loss_ptr": "*fp32",
     }
-    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(
+    types |= dict.fromkeys(("best_ptr", "labels_ptr", "target_rows_ptr"), "*i64") | dict.fromkeys(
         ("log_z_ptr", "target_log_z_ptr"), "*fp32"
     )
     types |= dict.fromkeys(("scale", "softcap", "target_scale", "target_softcap"), "fp32")
@@ -183,7 +183,9 @@ def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
             "HAS_PRODUCTS": raw,
             "WITH_GRAD": True,
         }
-        constants |= dict.fromkeys(["tokens_ptr", *([] if log_z else ["target_log_z_ptr"])])
+        absent = ["tokens_ptr", *([] if log_z else ["target_log_z_ptr"])]
+        # Only products are read by chosen rows.
+        constants |= dict.fromkeys([*absent, *([] if raw else ["target_rows_ptr"])])
     usage = aot.compile_for(
         aot.Request("spectrain.kernels.row_kl", kernel, types, constants, warps, 3)
     )

@@ -595,6 +595,52 @@ def test_row_kl_kernel_normalises_target_logits(
     )
 
 
+@pytest.mark.parametrize("own_mass", [True, False])
+def test_row_kl_kernel_reads_chosen_rows(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that several drafts share, in any order, are read where they are: without a copy, the
+    kernel has the losses, labels and gradients of copied rows."""
+    products = 3 * torch.randn(3, 1500)
+    rows = torch.tensor([2, 0, 0, 1, 2])
+    log_z = products.logsumexp(-1) + 0.3 if own_mass else None
+    target_logits = TargetLogits(products, 0.7, None, log_z)
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    chosen = target_logits.choose_rows(rows)
+    assert chosen.products is products
+    torch.testing.assert_close(chosen.log_p(), target_logits.select_rows(rows).log_p())
+    product, weight = torch.randn(5, 1500), torch.rand(5)
+    results = []
+    for target in (chosen, target_logits.select_rows(rows)):
+        for compute in (row_kl, row_kl_reference):
+            gradient = product.clone()
+            outputs = compute(gradient, target[0], None, weight, 0.9, 2.0, True, *target[1:])
+            results.append((*outputs, gradient))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-5, atol=2e-5)
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
+    assert target_logits.choose_rows(rows).products.shape == product.shape
+
+
+def test_a_kernel_compares_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel computes the loss, a chunk has more rows where the vocabulary is small, never
+    fewer than elsewhere, and the bytes that it may take; the results are the same."""
+    for vocab_size, value_bytes in ((32000, 2), (151936, 2), (49152, 4), (1 << 22, 4)):
+        rows = module.count_chunk_rows(vocab_size, value_bytes)
+        assert rows % module.GPU_BLOCK_ROWS == 0
+        assert rows * vocab_size * value_bytes <= module.CHUNK_BYTES or rows == module.CHUNK_ROWS
+    assert module.count_chunk_rows(32000, 2) == 4 * module.CHUNK_ROWS
+    case = Case(torch.float32, bias=True)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 3)
+    results = []
+    for setting in ("triton", "reference"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
+        with OperationRecorder() as recorder:
+            result = compute_fused(case, "forward_kl")
+        results.append((recorder.largest, result.loss, case.gradients(result.loss)))
+    by_kernel, by_torch = results
+    assert by_torch[0] < ROWS * VOCAB == by_kernel[0]
+    torch.testing.assert_close(by_kernel[1:], by_torch[1:], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
 def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
     """One sweep over several blocks gives the most likely entry, of equal ones the first, and

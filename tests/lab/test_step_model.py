@@ -102,7 +102,10 @@ def test_kernels_move_a_third_of_what_modules_do(
 def test_the_draft_vocabulary_is_multiplied_once(by_kernels: PartCounter) -> None:
     """Labels in several chunks keep the products of the draft vocabulary; where they are too many,
     they are computed again, those at borders of chunks more than once."""
-    with patch.object(linear_divergence, "CHUNK_ROWS", 10):
+    with (
+        patch.object(linear_divergence, "CHUNK_ROWS", 10),
+        patch.object(linear_divergence, "CHUNK_BYTES", 0),
+    ):
         chunked = count_tiny()
         with patch.object(linear_divergence, "STORED_BYTES", 0):
             again = count_tiny()
@@ -110,6 +113,10 @@ def test_the_draft_vocabulary_is_multiplied_once(by_kernels: PartCounter) -> Non
     repeated = 2 * SHAPE.label_rows * TINY.width * TINY.draft_vocab
     assert chunked.flops[name] == by_kernels.flops[name] == model_step(SHAPE)[name].flops
     assert again.flops[name] >= chunked.flops[name] + repeated
+    # Every chunk reads the output layer and adds to its gradient.
+    chunks = -(-SHAPE.judged_rows // 10)
+    output_layer = TINY.width * TINY.draft_vocab
+    assert chunked.bytes[name] > by_kernels.bytes[name] + 8 * (chunks - 1) * output_layer
 
 
 def test_nothing_moves_less_than_the_model_says(counted: PartCounter) -> None:

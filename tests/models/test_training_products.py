@@ -2,6 +2,8 @@
 weights, a whole EAGLE-3 step, and the features of a target.
 """
 
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,13 @@ from lab.benchmarks.training import random_batch
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.llama_layer import Attention, Mlp
 from spectrain.kernels import dispatch
-from spectrain.models.fast import fuse_text_layers, merge_for_training, multiply_parts, use_merged
+from spectrain.models.fast import (
+    fuse_text_layers,
+    merge_for_training,
+    multiply_parts,
+    text_kernels,
+    use_merged,
+)
 from tests.kernels.test_fused_attention import OperationRecorder
 
 TINY = ModelGeometry(3, 24, 40, 4, 2, 6, 60, 50, 64)
@@ -135,7 +143,7 @@ def test_a_step_by_kernels_equals_that_of_modules(
 def test_features_by_kernels_equal_those_of_modules(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused norms and gated blocks of a target run for features alone."""
+    """Fused norms, gated blocks and rotations of a target run for features alone."""
     pytest.importorskip("triton", reason="triton is not installed, so there are no kernels")
     torch.manual_seed(2)
     target = random_target(TINY, CPU, dtype)
@@ -143,13 +151,14 @@ def test_features_by_kernels_equal_those_of_modules(
     expected = target.features(tokens, (1, "final")).hidden
     fuse_text_layers(target.model)
     fused = [module for module in target.model.modules() if "forward" in vars(module)]
-    assert len(fused) == 3 * TINY.layers + 1
+    assert len(fused) == 4 * TINY.layers + 1
     assert torch.equal(target.features(tokens, (1, "final")).hidden, expected)
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     with OperationRecorder() as recorder:
         result = target.features(tokens, (1, "final")).hidden
     assert recorder.count["spectrain::gated_unit"] == TINY.layers
     assert recorder.count["spectrain::norm"] == 2 * TINY.layers + 1
+    assert recorder.count["spectrain::rotate_heads"] == TINY.layers
     tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     with OperationRecorder() as recorder, torch.no_grad():
@@ -191,6 +200,28 @@ def test_modules_that_compute_something_else_stay(kind: Callable[[], nn.Module])
     module = kind()
     fuse_text_layers(module)
     assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fused"),
+    [
+        ("llama.modeling_llama.LlamaAttention", True),
+        ("qwen3.modeling_qwen3.Qwen3Attention", True),
+        ("gemma2.modeling_gemma2.Gemma2Attention", True),
+        # neighbouring dimensions, halves of angles, no such function
+        ("glm4.modeling_glm4.Glm4Attention", False),
+        ("gpt_oss.modeling_gpt_oss.GptOssAttention", False),
+        ("gpt2.modeling_gpt2.GPT2Attention", False),
+    ],
+)
+def test_rotations_of_halves_are_fused(name: str, is_fused: bool) -> None:
+    """An attention that rotates in another way keeps its own forward."""
+    module, _, kind = name.rpartition(".")
+    attention = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    forward = text_kernels._fuse_rotation(attention.forward)
+    assert (forward is not None) == is_fused
+    if forward is not None:
+        assert inspect.signature(forward) == inspect.signature(attention.forward)
 
 
 def test_compiled_code_and_float64_take_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

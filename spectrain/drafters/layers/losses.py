@@ -217,7 +217,7 @@ class RowSubset:
 
     def target_logits(self, rows: slice) -> TargetLogits:
         covering, offsets = self._covering_slice(rows)
-        return self.source.target_logits(covering).select_rows(offsets)
+        return self.source.target_logits(covering).choose_rows(offsets)
 
     def _covering_slice(self, rows: slice) -> tuple[slice, Tensor]:
         ends = on_host(self.label_index)[rows]

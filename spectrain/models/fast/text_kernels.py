@@ -1,5 +1,5 @@
-"""The norms and gated units of a target that reads texts for their features, on a GPU: one launch
-each, where transformers' modules take six and two.
+"""The norms, gated units and rotations of a target that reads texts for their features, on a GPU:
+one launch each, where transformers' modules take six, two and ten.
 
 Only modules that compute what the kernels compute are overridden: each is tried on a few rows.
 Decoding keeps the modules' own code, which is compiled there. Shapes: D width.
@@ -8,10 +8,11 @@ Decoding keeps the modules' own code, which is compiled there. Shapes: D width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MethodType
+from functools import cache, wraps
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,9 +22,16 @@ from spectrain.kernels.dispatch import takes_gradients
 from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
 from spectrain.kernels.norm_gradients import can_norm, norm_rows
 from spectrain.kernels.rms_norm import rms_norm_reference
+from spectrain.kernels.rotate_heads import (
+    can_rotate,
+    rotate_heads_reference,
+    rotate_split_heads,
+)
 from spectrain.models.forward_override import set_forward
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
+ROTATION = "apply_rotary_pos_emb"
+"""The function of a module of transformers that rotates queries and keys."""
 TRIED_ROWS = 4
 
 _reads_texts = ContextVar("reads_texts", default=False)
@@ -70,15 +78,73 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
     return down
 
 
+@cache
+def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the forward of an attention module with its rotation by the kernel; None where it
+    does not rotate, or in another way.
+
+    The same code runs with another function by the name of the rotation, so that nothing in
+    transformers changes.
+    """
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    rotation = forward.__globals__.get(ROTATION)
+    if rotation is None or not _is_rotation(rotation):
+        return None
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not can_rotate(q, k, cos):
+            return rotation(q, k, cos, sin, *args, **kwargs)
+        return rotate_split_heads(q, k, cos, sin)
+
+    fused = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTATION: rotate},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    fused.__kwdefaults__ = forward.__kwdefaults__
+
+    @wraps(forward)
+    def run(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("hidden_states")
+        by_kernel = isinstance(x, Tensor) and _runs_kernel(x)
+        return (fused if by_kernel else forward)(attention, *args, **kwargs)
+
+    return run
+
+
+def _is_rotation(rotation: Callable[..., Any]) -> bool:
+    """Tell whether a function rotates the halves of heads as the kernel does."""
+    if [*inspect.signature(rotation).parameters][:4] != ["q", "k", "cos", "sin"]:
+        return False
+    heads = _make_rows(24, torch.zeros(1)).view(1, 4, 3, 8)
+    angles = torch.arange(12.0).view(1, 3, 4).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    q, k = (x.transpose(1, 2).flatten(2) for x in (heads, heads[:, :2]))
+    expected = rotate_heads_reference(q, k, k, cos, sin)
+    try:
+        rotated = rotation(heads, heads[:, :2], cos, sin)
+    except RuntimeError:
+        # It takes a cosine for every two dimensions.
+        return False
+    return all(_is_equal(x, y) for x, y in zip(rotated, expected[:2], strict=True))
+
+
 @torch.no_grad()
 def fuse_text_layers(model: nn.Module) -> None:
-    """Let the RMS norms and gated blocks of a model run by kernels where it reads texts. A module
-    that already runs something else, or computes something else, stays as it is.
+    """Let the RMS norms, gated blocks and rotations of a model run by kernels where it reads texts.
+    A module that already runs something else, or computes something else, stays as it is.
     """
     for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        rotating = _fuse_rotation(type(module).forward)
+        if rotating is not None:
+            set_forward(module, MethodType(rotating, module))
         # A norm with a gate takes two tensors.
-        has_single_input = len(inspect.signature(type(module).forward).parameters) == 2
-        if "forward" in vars(module) or not has_single_input:
+        if len(inspect.signature(type(module).forward).parameters) != 2:
             continue
         if _is_norm(module):
             set_forward(module, MethodType(_norm_forward, module))

@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from spectrain.models.target import Target
 
 from ..checkpoints import collect_tensors
 from .base import OptimizerFactory, ParallelStrategy, ParameterGroups
+
+BUCKET_VALUES = 1 << 26
+"""Values of a buffer in which gradients are summed or weights gathered: 268 MB in float32. By
+default DeepSpeed allocates buffers of 500 million, whatever the size of what it trains."""
+
+
+def bucket_values(parameters: Iterable[Tensor]) -> int:
+    """Return the values of a buffer of gradients: all of them, or as many as a buffer may hold."""
+    return max(1, min(BUCKET_VALUES, sum(parameter.numel() for parameter in parameters)))
 
 
 class ZeroStrategy(ParallelStrategy):
@@ -43,11 +53,17 @@ class ZeroStrategy(ParallelStrategy):
             parameter for group in groups for parameter in group["params"]
         ]
         plain = make_optimizer(groups)
+        bucket = bucket_values(self.parameters)
         settings = {
             # The trainer makes the batches, and losses are sums.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": clip,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": self.device.type == "cuda"},
+            "zero_optimization": {
+                "stage": self.stage,
+                "overlap_comm": self.device.type == "cuda",
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+            },
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             # Gradients are averaged in float32.

@@ -19,13 +19,14 @@ from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
 from spectrain.drafters.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.kernels.dispatch import run_on_cpu
-from spectrain.kernels.linear_divergence import STORED_BYTES
+from spectrain.kernels.linear_divergence import STORED_BYTES, count_chunk_rows
 from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import find_shared_linears
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_without_weights
 from spectrain.runs.init_drafter import adapt_drafter
 from spectrain.training.adapters import select_stage_groups
+from spectrain.training.parallel.deepspeed import bucket_values
 from spectrain.training.trainer import Trainer
 
 from .row_cost import RowCost, row_cost
@@ -33,7 +34,7 @@ from .weights import count_weight_bytes, find_format_name
 
 FLOAT_BYTES = 4
 CHUNK_ROWS = 2048
-"""Rows of the logits that the loss computes at the same time."""
+"""Rows of the logits that the loss computes at the same time on a CPU."""
 TILE_ROWS = 64
 TILE_COPIES = 6
 """On a CPU: rows of a chunk that the loss compares at the same time, and the matrices that this
@@ -114,6 +115,15 @@ class Models:
         them.
         """
         return self.num_devices > 1 and self.trainer.sharding in ("auto", "ddp")
+
+    @property
+    def gradient_buffers(self) -> int:
+        """Number of buffers in which DeepSpeed sums gradients; on a GPU ZeRO-2 fills one while it
+        sends another.
+        """
+        if self.num_devices == 1:
+            return 0
+        return {"zero2": 1 if self.is_cpu else 2, "zero3": 1}.get(self.trainer.sharding, 0)
 
     @cached_property
     def product_bytes(self) -> int:
@@ -296,7 +306,9 @@ def resident_bytes(models: Models, stage: Stage, runs_output: bool) -> dict[str,
         if models.is_cpu
         else 0,
         "optimiser state": 2 * bytes_of(trained),
-        "gradient buckets": bytes_of(p for p in trained if id(p) in own)
+        "gradient buckets": models.gradient_buffers * FLOAT_BYTES * bucket_values(trained)
+        if models.gradient_buffers
+        else bytes_of(p for p in trained if id(p) in own)
         if models.has_gradient_buckets
         else 0,
     }
@@ -373,18 +385,20 @@ def logits_bytes(models: Models, judged: Judged) -> float:
     """Return the bytes of logits in the loss: matrices of the rows of a chunk, and of a tile
     that a CPU works on.
     """
-    rows = min(judged.rows, CHUNK_ROWS)
-    labels = min(judged.label_rows, CHUNK_ROWS)
     if not models.is_cpu:
         row_bytes = models.product_bytes * judged.vocab_size
+        chunk = count_chunk_rows(judged.vocab_size, models.product_bytes)
         # The labels' logits of all rows are kept where they are few.
         stored = row_bytes * judged.label_rows
-        return row_bytes * rows + (stored if stored <= STORED_BYTES else row_bytes * labels)
+        labels = stored if stored <= STORED_BYTES else row_bytes * min(judged.label_rows, chunk)
+        return row_bytes * min(judged.rows, chunk) + labels
+    rows = min(judged.rows, CHUNK_ROWS)
+    label_rows = min(judged.label_rows, CHUNK_ROWS)
     tile = TILE_COPIES * min(TILE_ROWS, judged.rows)
     return (
         FLOAT_BYTES
         * judged.vocab_size
-        * (judged.copies * rows + judged.label_copies * labels + tile)
+        * (judged.copies * rows + judged.label_copies * label_rows + tile)
     )
 
 

@@ -34,6 +34,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.init_drafter import init_drafter
+from spectrain.training.parallel.deepspeed import BUCKET_VALUES, bucket_values
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance, record_held_out
 from spectrain_studies.machine.doctor import check_targets
@@ -363,9 +364,30 @@ def test_a_target_without_layers_takes_the_memory_of_its_head(
         make_plan(*settings, "+target.parts=head", "plan.calibrate=true")
 
 
+@pytest.mark.parametrize(
+    ("sharding", "num_devices", "is_cpu", "expected"),
+    [
+        ("zero2", 2, False, 2),
+        ("zero3", 2, False, 1),
+        ("zero2", 2, True, 1),
+        ("zero2", 1, False, 0),
+        ("fsdp2", 2, False, 0),
+    ],
+)
+def test_buffers_of_deepspeed(sharding: str, num_devices: int, is_cpu: bool, expected: int) -> None:
+    """ZeRO-2 fills a second buffer while it sends the first one, on a GPU alone; a buffer holds no
+    more values than there are."""
+    trainer = SimpleNamespace(sharding=sharding)
+    models: Any = SimpleNamespace(trainer=trainer, num_devices=num_devices, is_cpu=is_cpu)
+    assert Models.gradient_buffers.fget(models) == expected  # type: ignore[attr-defined]
+    few, many = (torch.empty(size, device="meta") for size in (10, BUCKET_VALUES + 1))
+    assert bucket_values([few, few]) == 20 and bucket_values([few, many]) == BUCKET_VALUES
+
+
 def test_devices_that_share_texts(small_target: tuple[str, str]) -> None:
-    """Two devices hold DDP's buckets, a second copy of the gradients. Where they share a text, each
-    holds what one holds of a text half as long; only the target reads it all."""
+    """Two devices hold DDP's buckets, a second copy of the gradients, or DeepSpeed's buffer, which
+    is as large where gradients are few. Where they share a text, each holds what one holds of a
+    text half as long; only the target reads it all."""
 
     def plan_parts(length: int, *settings: str) -> dict[str, int]:
         texts = (
@@ -386,6 +408,8 @@ def test_devices_that_share_texts(small_target: tuple[str, str]) -> None:
         "gradient buckets": single["optimiser state"] // 2
     }
     assert "gradient buckets" not in plan_parts(512, "plan.devices=2", "trainer.sharding=fsdp2")
+    sharded = plan_parts(512, "plan.devices=2", "trainer.sharding=zero2")
+    assert sharded["gradient buckets"] == two["gradient buckets"]
     assert shared.keys() == two.keys() and all(
         shared[part] == pytest.approx(two[part], rel=0.01) for part in two
     )
