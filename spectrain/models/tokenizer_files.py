@@ -225,13 +225,19 @@ def check_pattern(pattern: str, name: str) -> None:
             "the file again"
         ) from error
     for text in make_probes(pattern):
-        began = time.thread_time()
-        search.pre_tokenize_str(text)
-        if time.thread_time() - began > MAX_PATTERN_SECONDS:
+        # A machine that pauses makes one search slow, not three.
+        if all(time_search(search, text) > MAX_PATTERN_SECONDS for _ in range(3)):
             raise UserError(
                 f"{name} has the pattern {shown}, which takes more than "
                 f"{1000 * MAX_PATTERN_SECONDS:g} ms for {len(text)} characters; {ADVICE}"
             )
+
+
+def time_search(search: Any, text: str) -> float:
+    """Return the seconds of this thread's processor time that a search of the text takes."""
+    began = time.thread_time()
+    search.pre_tokenize_str(text)
+    return time.thread_time() - began
 
 
 def make_probes(pattern: str) -> Iterator[str]:
