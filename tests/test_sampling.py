@@ -137,6 +137,7 @@ def test_the_rest_is_slow(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SWEEP)
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
     for which, count in (("not slow", 12), ("slow", 15), ("slow or not slow", 27)):
         command = [
             sys.executable,

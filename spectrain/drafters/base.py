@@ -137,8 +137,6 @@ class Drafter(nn.Module, ABC):
     # Whether its weights had a meaning before the training: they are fitted, copied from the target
     # as layers that follow each other, or those of a trained model.
     starts_trained: bool = False
-    # Keys of a row of the training file that it reads itself, beside the conversation.
-    row_keys: tuple[str, ...] = ()
     capabilities = Capabilities()
     saved = SavedFiles()
 

@@ -172,6 +172,8 @@ class Capabilities:
     # Names of its modules that a training step runs once for each draft step. Training that shards
     # weights gathers them once for the whole step.
     repeated_parts: tuple[str, ...] = ()
+    # Keys of a row of the training file that it reads itself, besides the conversation.
+    row_keys: tuple[str, ...] = ()
     # Returns the language model with the target's tokenizer that it drafts with; None for a family
     # that is none by itself.
     draft_model: Callable[[Any], Target] | None = None

@@ -163,7 +163,7 @@ def load_inputs(
         dataset.summary_line() + data.describe_omissions(),
         *data.limit_lines(),
         *dataset.source_lines,
-        *dataset.unread_lines(drafter.row_keys),
+        *dataset.unread_lines(drafter.capabilities.row_keys),
         *filter(None, [report, adapted]),
         *explain_no_validation(dataset, data.held_out, target),
     ]

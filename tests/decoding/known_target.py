@@ -271,11 +271,11 @@ def shape_row(
     weights = [chance ** (1 / temperature) for chance in row]
     order = sorted(range(len(row)), key=lambda token: -weights[token])[: int(top_k) or len(row)]
     total = sum(weights[token] for token in order)
-    kept = list[int]()
-    while sum(weights[token] for token in kept) < top_p * total and len(kept) < len(order):
-        kept.append(order[len(kept)])
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(row))]
+    nucleus = list[int]()
+    while sum(weights[token] for token in nucleus) < top_p * total and len(nucleus) < len(order):
+        nucleus.append(order[len(nucleus)])
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(row))]
 
 
 @cache

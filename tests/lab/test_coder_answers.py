@@ -122,15 +122,15 @@ def test_a_round_asks_for_every_task_concept_and_problem_and_as_many_functions(
 
 
 @pytest.fixture(scope="module")
-def whole_order() -> list[str]:
+def all_prompts() -> list[str]:
     """The order of all tasks, with the functions of one folder."""
     return list_ordered_prompts(folders=[SOURCES[0] / "trees"])
 
 
-def test_the_order_leaves_out_what_an_evaluation_asks(whole_order: list[str]) -> None:
+def test_the_order_leaves_out_what_an_evaluation_asks(all_prompts: list[str]) -> None:
     evaluation = list_evaluation_phrases()
-    assert len(whole_order) > 30_000 and len(set(whole_order)) == len(whole_order)
-    assert not any(evaluation & list_phrases(prompt) for prompt in whole_order[::7])
+    assert len(all_prompts) > 30_000 and len(set(all_prompts)) == len(all_prompts)
+    assert not any(evaluation & list_phrases(prompt) for prompt in all_prompts[::7])
 
 
 def test_a_part_holds_the_training_sequences_of_its_set(
@@ -252,9 +252,9 @@ def test_parts_that_do_not_fit_together_are_refused(
         read_parts(tmp_path)
 
 
-def test_the_committed_parts_can_be_read(whole_order: list[str]) -> None:
+def test_the_committed_parts_can_be_read(all_prompts: list[str]) -> None:
     """The first four answer tasks of today's order; later ones also functions, which change."""
-    ids = {make_id(prompt) for prompt in whole_order}
+    ids = {make_id(prompt) for prompt in all_prompts}
     for number, part in enumerate(read_parts(PARTS)):
         if number < 4:
             assert {answer.id for answer in part.answers} <= ids

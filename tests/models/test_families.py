@@ -43,6 +43,7 @@ WITH_CAUSAL = (
     "other_device",
     "ouroboros",
     "prompt_variants",
+    "training_wheels",
     "union",
 )
 REFUSED: dict[tuple[str, str], str] = {

@@ -404,7 +404,10 @@ def test_python_says_the_same(tiny: Target) -> None:
             lambda: spectrain.train("medusa1", target="tiny", **{"trainer.learning_rate": 1e-4}),
             "trainer.learning_rate: there is no such key; write lr",
         ),
-        (lambda: spectrain.train("medusa1", tree=tiny), "tree: a Target is no setting"),
+        (
+            lambda: spectrain.train("medusa1", tree=tiny),
+            "tree: this is of type Target, which is no setting",
+        ),
         (
             lambda: spectrain.train("medusa1", target=tiny, data=[[{"role": "user"}]]),
             r"data\[0\]: message 1",

@@ -36,6 +36,7 @@ VALUES = (
     "[" * 500, "9" * 5000,
 )  # fmt: skip
 """What is written for any setting."""
+REPEATED = re.compile(r"spectrain: \S+ is given \d+ times; ")
 HYDRA_KEYS = (
     "hydra/sweeper", "hydra/launcher", "hydra/job_logging", "hydra/hydra_logging", "hydra/output",
     "hydra/help", "hydra/env",
@@ -162,7 +163,9 @@ def run_words(words: list[str]) -> tuple[str, str]:
         outcome = "accepted"
     except SystemExit as end:
         text = err.getvalue()
-        is_sentence = text.startswith("spectrain: ") and text.count("\n") == 1 and len(text) < 8000
+        # A sentence about values that are given twice may stand before it.
+        lines = [line for line in text.splitlines() if not REPEATED.match(line)]
+        is_sentence = len(lines) == 1 and lines[0].startswith("spectrain: ") and len(text) < 8000
         is_refused = end.code == 2 and is_sentence
         outcome = (
             "accepted"

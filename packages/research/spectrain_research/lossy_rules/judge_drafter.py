@@ -111,7 +111,7 @@ class DraftJudge(Drafter):
         target.require_layers("drafter=draft_judge, whose loss runs the target,")
         if self.labels_path is not None:
             self.given = GivenLabels(self.labels_path, target)
-            self.row_keys = (COLUMN,)
+            self.capabilities = replace(self.capabilities, row_keys=(COLUMN,))
 
     @property
     def stages(self) -> list[Stage]:

@@ -144,6 +144,7 @@ class CascadeOfTables(Cascade):
         self.ahead = 2
         self.handover = handover
         self.qualify = qualify
+        self.divergence = None
         self.layers = ()
 
 

@@ -92,8 +92,10 @@ def test_given_labels_are_not_called_unused(shallow: Target, tmp_path: Path) -> 
     without = DraftJudge(shallow)
     for judge in (with_labels, without):
         judge.prepare(shallow, torch.zeros(1))
-    assert dataset.unread_lines(with_labels.row_keys) == []
-    assert dataset.unread_lines(without.row_keys) == ["not used: 2 x key 'wrong' of a row"]
+    assert dataset.unread_lines(with_labels.capabilities.row_keys) == []
+    assert dataset.unread_lines(without.capabilities.row_keys) == [
+        "not used: 2 x key 'wrong' of a row"
+    ]
 
 
 def test_the_probe_learns_given_labels(shallow: Target, tmp_path: Path) -> None:

@@ -174,7 +174,11 @@ def test_a_signal_stops_the_engine(
     port = find_free_port()
     arguments = ["--child-file", str(child_file)]
     server = VllmServer(VllmSettings(python=fake_python(tmp_path), port=port, arguments=arguments))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        # Tests under nohup ignore it, and so would the command.
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
 
     def interrupt() -> None:
         becomes_true(lambda: "an interrupt stops it" in printed[0])
@@ -191,7 +195,8 @@ def test_a_signal_stops_the_engine(
             serve.run_engine(server, EngineLaunch("TARGET", "tiny"))
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
     if number != signal.SIGINT:
         assert isinstance(stopped.value, Terminated) and stopped.value.status == 128 + number
     assert becomes_true(lambda: not is_running(int(child_file.read_text())))
