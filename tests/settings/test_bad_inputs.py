@@ -22,7 +22,9 @@ from spectrain.config.check import check_overrides
 from spectrain.config.choices import load_schema
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import JsonlReader
+from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.card import format_row, render_card
@@ -36,6 +38,7 @@ from spectrain.runs.drafters import load_drafter, save_drafter
 from spectrain.runs.resume import InputFacts
 from spectrain.runs.train import open_run
 from spectrain.training.checkpoints import resume_advice
+from spectrain.trees import Chain
 
 NUMBERS = {
     "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0",
@@ -390,7 +393,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_python_says_the_same(tiny: Target) -> None:
     """The Python interface raises what the command line says before it exits."""
-    no_drafter: Any = SimpleNamespace(spec=RunSpec())
+    without_recipe = spectrain.Drafter(Ngram(tiny), Chain(2), Greedy(), RunSpec(), Path("none"))
     for call, sentence in (
         (
             lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}),
@@ -412,7 +415,7 @@ def test_python_says_the_same(tiny: Target) -> None:
             lambda: spectrain.train("medusa1", target=tiny, data=[[{"role": "user"}]]),
             r"data\[0\]: message 1",
         ),
-        (lambda: spectrain.evaluate(tiny, no_drafter, prompts=[]), "prompts: there is none"),
+        (lambda: spectrain.evaluate(tiny, without_recipe, prompts=[]), "prompts: there is none"),
         (lambda: spectrain.train("medusa0"), "recipe=medusa0: there is no such choice"),
         (
             lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}),
@@ -434,9 +437,12 @@ def test_python_says_the_same(tiny: Target) -> None:
             lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny),
             "there is no drafter in it",
         ),
-        (lambda: spectrain.evaluate(tiny, no_drafter, name="../x"), "eval.name=../x: use the name"),
         (
-            lambda: spectrain.evaluate(tiny, no_drafter, limmit=1),
+            lambda: spectrain.evaluate(tiny, without_recipe, name="../x"),
+            "eval.name=../x: use the name",
+        ),
+        (
+            lambda: spectrain.evaluate(tiny, without_recipe, limmit=1),
             "eval.limmit: there is no such key",
         ),
     ):
