@@ -29,6 +29,15 @@ MAX_SIZES = {
 LEAST_ONE = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers",
     "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "max_position_embeddings")  # fmt: skip
+# Sizes that every config.json of a language model names, each with the names that models gave it.
+# Where one is left out, transformers takes that of its class, which is another model's.
+NAMED_SIZES = (
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    ("vocab_size",),
+)
+# Keys of the number of experts of a layer.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Keys whose values are texts, which transformers uses as they are.
 TEXTS = ("dtype", "torch_dtype", "model_type", "hidden_act")
 # Parts of a configuration with the layers of a language model.
@@ -58,6 +67,7 @@ def check_model_directory(directory: Path) -> None:
     if path.exists():
         config = read_json_object(path)
         check_sizes(config, path)
+        check_named_sizes(config, path)
         check_embeddings(config, path)
 
 
@@ -93,6 +103,26 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
             raise UserError(f"{path}: {key}={str(value)[:100]}: {remedy}; copy the file again")
 
 
+def check_named_sizes(config: dict[str, Any], path: Path) -> None:
+    """Raise a UserError for a configuration of a language model that leaves out one of its sizes.
+
+    A model with parts, as with one that reads images, may leave out what its class has.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
+        return
+    kind = CONFIG_MAPPING[name]
+    if getattr(kind, "sub_configs", None):
+        return
+    aliases = getattr(kind, "attribute_map", {})
+    for names in NAMED_SIZES:
+        has_size = any(hasattr(kind, aliases.get(size, size)) for size in names)
+        if has_size and not any(config.get(size) is not None for size in names):
+            raise UserError(f"{path}: {names[0]} is missing; copy the file again")
+
+
 def check_embeddings(config: dict[str, Any], path: Path) -> None:
     """Raise a UserError for a rotary embedding of a configuration, or of its language model's
     part, that no model has."""
@@ -124,6 +154,7 @@ def check_shape(config: Any, path: Path) -> None:
     configurations whose layers differ, are not compared.
     """
     sizes = config.to_dict()
+    check_experts(sizes, path)
     width, heads, pairs, head_dim = (
         sizes.get(key)
         for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -140,6 +171,18 @@ def check_shape(config: Any, path: Path) -> None:
             f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={pairs}; "
             "copy the file again"
         )
+
+
+def check_experts(sizes: Mapping[str, Any], path: Path) -> None:
+    """Raise a UserError where a token is sent to more experts than a layer has."""
+    chosen = sizes.get("num_experts_per_tok")
+    for key in EXPERT_COUNTS:
+        count = sizes.get(key)
+        if isinstance(chosen, int) and isinstance(count, int) and 0 < count < chosen:
+            raise UserError(
+                f"{path}: num_experts_per_tok={chosen} is more than {key}={count}; copy the file "
+                "again"
+            )
 
 
 def is_number(value: Any, limit: float, least: float = math.ulp(0.0)) -> bool:

@@ -300,6 +300,13 @@ WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
         ({"hidden_size": 16}, r"The hidden size \(16\) is not a multiple of the number"),
         ({"dtype": 3}, "dtype=3: use a text"),
         ({"num_key_value_heads": 5}, "=32 is no multiple of num_key_value_heads=5"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 99},
+            "num_experts_per_tok=99 is more than num_local_experts=8",
+        ),
         *(({"rope_parameters": rope}, problem) for rope, problem in WRONG_ROPE),
         (
             {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
@@ -314,7 +321,10 @@ WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
 def test_targets_of_impossible_sizes_are_refused(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **change}))
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}
+    config = {"model_type": "llama", **sizes, **change}
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match=problem):
         TargetFiles(str(tmp_path)).full_config  # noqa: B018

@@ -457,6 +457,7 @@ def test_quantized_experts_are_counted_as_they_are_stored(
     a CPU dequantizes them.
     """
     sizes = {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 1000, "hidden_size": 256}
+    sizes["num_experts_per_tok"] = 2
     (tmp_path / "config.json").write_text(json.dumps({**MOE, **sizes, **settings}))
     plans = {
         device: make_plan(
