@@ -140,8 +140,8 @@ def test_a_run_is_exported_for_the_engine(
         and launch.drafter.path == str(tmp_path / "out")
         and (tmp_path / "out").is_dir()
     )
-    ours(tmp_path / "exits" / "drafter", tiny, "uno", num_masks=3, rank=4)
-    with pytest.raises(AssertionError, match=r"vllm does not serve drafter=uno"):
+    ours(tmp_path / "exits" / "drafter", tiny, "early_exit", exit_layer=2)
+    with pytest.raises(AssertionError, match=r"vllm does not serve drafter=early_exit"):
         run_serve(f"run={tmp_path / 'exits'}")
 
 

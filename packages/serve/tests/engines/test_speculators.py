@@ -283,7 +283,7 @@ def assert_same_logits(
         assert batch.features is not None
         documents = torch.zeros(1, len(positions), dtype=torch.int64)
         model(
-            batch.features.fuse_layers(drafter.fused)[:, :-1],
+            batch.features.fuse_layers(drafter.fused_layers)[:, :-1],
             tokens[:, 1:],
             documents,
             loss_config=eager_loss(),

@@ -23,8 +23,8 @@ from transformers import AutoConfig
 
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.dflash2 import DFlash2
-from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
+from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.layers.anchors import Anchors
 from spectrain.drafters.layers.block_drafter import BlockDrafter
 from spectrain.export.converter import convert, read_drafter
@@ -58,17 +58,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"selector_rank": 4, "conv_group_size": 8, "selector_top_k": 5},
     ),
 }
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "dspark": (DSpark, DSparkDraftModel),
-    "dflash2": (DFlash2, DFlash2DraftModel),
+CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "dspark": (DSpark, DSparkConfig, DSparkDraftModel),
+    "dflash2": (DFlash2, DFlash2Config, DFlash2DraftModel),
 }
+"""The drafter of a family, its settings, and the library's model."""
 
 
 def make_drafter(case: str, tiny: Target) -> BlockDrafter:
     """Make a drafter whose norms, convolutions and heads are not the identity."""
     torch.manual_seed(3)
     family, options = CASES[case]
-    drafter: BlockDrafter = CLASSES[family][0](tiny, **SIZE, **options)
+    kind, config, _ = CLASSES[family]
+    drafter: BlockDrafter = kind(tiny, config(**SIZE, **options))
     counts = torch.randint(1, 1000, (tiny.head.vocab_size,))
     counts[drafter.mask_token_id] = 0
     drafter.prepare(tiny, counts)
@@ -143,16 +145,16 @@ def compare_outputs(
     starts = reference.positions[:: drafter.block_size]
     blocks = Anchors(starts, starts, ((len(starts), tokens.shape[1]),))
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
-    states = drafter._trained_states(batch, blocks, TrainingState())[:, drafter.first :]
+    states = drafter._training_states(batch, blocks, TrainingState())[:, drafter.first_draft_slot :]
     before = tokens[0, starts[:, None] + torch.arange(drafter.num_drafts)]
     expected = {
-        name: output.unflatten(0, (len(starts), -1))[:, drafter.first :]
+        name: output.unflatten(0, (len(starts), -1))[:, drafter.first_draft_slot :]
         for name, output in reference.outputs.items()
     }
     if family == "dspark":
         embedded = drafter.markov.markov_w1(before)
         bias = drafter.markov.markov_w2(drafter.markov.run_path(states, embedded))
-        actual = {"logits": drafter.product(states) + bias}
+        actual = {"logits": drafter.compute_products(states) + bias}
         if drafter.confidence_head is not None:
             actual["confidence_logits"] = drafter.confidence_head(
                 torch.cat([states, embedded], dim=-1)
@@ -161,7 +163,7 @@ def compare_outputs(
         candidates = expected["training_candidate_ids"].flatten(0, 1)
         scores = drafter._score_candidates(states.flatten(0, 1), before.flatten(), candidates)
         actual = {
-            "unary_logits": drafter.product(states),
+            "unary_logits": drafter.compute_products(states),
             "candidate_logits": scores.unflatten(0, before.shape),
         }
     return {name: float((output - expected[name]).abs().max()) for name, output in actual.items()}
@@ -170,7 +172,7 @@ def compare_outputs(
 def load_reference(directory: Path, family: str) -> Any:
     config: Any = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
-    return CLASSES[family][1].from_pretrained(directory, config=config).float().eval()
+    return CLASSES[family][2].from_pretrained(directory, config=config).float().eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,13 +225,13 @@ def test_we_read_what_the_library_saves(
         for key, value in options.items()
         if key not in ("causal", "window", "vocab_size")
     }
-    model: Any = CLASSES[family][1].from_training_args(
+    model: Any = CLASSES[family][2].from_training_args(
         AutoConfig.for_model(**config),
         **cut,
         draft_vocab_size=len(ours.d2t),
         verifier_name_or_path=tiny.path,
         block_size=5,
-        target_layer_ids=list(ours.fused),
+        target_layer_ids=list(ours.fused_layers),
         mask_token_id=ours.mask_token_id,
         draft_attn_impl="eager",
         sliding_window_non_causal=not ours.causal,
@@ -241,7 +243,7 @@ def test_we_read_what_the_library_saves(
     model.float().eval().save_pretrained(tmp_path / "theirs")
     drafter: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
     reference = run_reference(
-        load_reference(tmp_path / "theirs", family), family, tiny, drafter.fused, monkeypatch
+        load_reference(tmp_path / "theirs", family), family, tiny, drafter.fused_layers, monkeypatch
     )
     differences = compare_outputs(reference, drafter, family, tiny)
     print(case, {name: f"{value:.1e}" for name, value in differences.items()})

@@ -66,7 +66,7 @@ def compare_logits(model: Any, drafter: Any, tiny: Target) -> float:
     documents = torch.zeros_like(tokens)
     with torch.no_grad():
         _, logits, _, _, positions = model._backbone_forward(
-            features.fuse_layers(drafter.fused),
+            features.fuse_layers(drafter.fused_layers),
             tokens,
             full_mask,
             features.at_layer(tiny.num_layers),
@@ -75,10 +75,10 @@ def compare_logits(model: Any, drafter: Any, tiny: Target) -> float:
         )
         anchors = positions[:: drafter.block_size]
         blocks = Anchors(anchors, anchors, ((len(anchors), tokens.shape[1]),))
-        states: Tensor = drafter._trained_states(
+        states: Tensor = drafter._training_states(
             Batch(tokens, full_mask.bool(), features), blocks, TrainingState()
         )
-        return float((logits[0] - drafter.product(states).flatten(0, 1)).abs().max())
+        return float((logits[0] - drafter.compute_products(states).flatten(0, 1)).abs().max())
 
 
 def make_drafter(tiny: Target, **options: Any) -> DFlash:
