@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import comb
 from typing import Any, Protocol
+
+from scipy.special import bdtr
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
@@ -156,9 +157,7 @@ def sign_test(first: int, second: int) -> float:
     """Return the probability that pairs of which each favours one of two sides by chance split as
     unevenly as these (McNemar, 1947, in its exact form); 1 without pairs.
     """
-    count = first + second
-    tail = sum(comb(count, number) for number in range(min(first, second) + 1))
-    return min(1.0, 2 * tail / 2**count)
+    return min(1.0, 2 * float(bdtr(min(first, second), first + second, 0.5)))
 
 
 def describe_changes(task: Mapping[str, Any]) -> str:

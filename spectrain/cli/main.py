@@ -36,7 +36,7 @@ from spectrain.errors import (
     suggest_nearest,
 )
 from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
-from spectrain.output.streams import clean_output, drop_output
+from spectrain.output.streams import clean_output, drop_output, print_warning
 from spectrain.output.verbosity import (
     command_output,
     is_quiet,
@@ -103,7 +103,7 @@ def run_command(arguments: list[str]) -> None:
 def print_failure(message: str, status: int) -> int:
     """Print why a command failed, where anybody can read it, and return its exit status."""
     with suppress(OSError):
-        print(f"spectrain: {message}", file=sys.stderr, flush=True)
+        print_warning(message)
     return status
 
 
@@ -195,7 +195,7 @@ def run_named_command(name: str, words: list[str], of_file: list[str]) -> None:
     words = [*of_file, *own]
     check_words(name, words)
     for sentence in find_repeated(own):
-        print(f"spectrain: {sentence}", file=sys.stderr, flush=True)
+        print_warning(sentence)
     check_drafters(name, words)
     if is_dry:
         return compose_and_call(config, dry_run_command, words)

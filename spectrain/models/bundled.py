@@ -22,6 +22,7 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.output.streams import print_warning
 
 from .download import check_disk
 from .load_errors import explain_load_failure
@@ -217,11 +218,9 @@ def save_gguf(
     network = build_empty_network(config, dtype)
     size = sum(parameter.numel() for parameter in network.parameters()) * dtype.itemsize
     check_disk(directory, size)
-    print(
-        f"spectrain: the weights of {gguf.name} are written once in {type_name(dtype)}, "
-        f"{size / 1e9:.2f} GB, to {directory.with_name(directory.name.removesuffix('.part'))}",
-        file=sys.stderr,
-        flush=True,
+    print_warning(
+        f"the weights of {gguf.name} are written once in {type_name(dtype)}, "
+        f"{size / 1e9:.2f} GB, to {directory.with_name(directory.name.removesuffix('.part'))}"
     )
     if is_read_here(header, network):
         save_weights(header, network, dtype, directory / "model.safetensors", key)

@@ -21,6 +21,7 @@ from typing import BinaryIO
 from spectrain.errors import RunError, UserError
 from spectrain.files import lock_file, require_writable, write_text
 from spectrain.output.count_progress import CountProgress
+from spectrain.output.streams import print_warning
 
 from .published import COMMAND, MODELS, PublishedModel
 
@@ -138,7 +139,7 @@ def main(names: Sequence[str]) -> int:
             path = download_model(MODELS[name])
             print(f"{name}: {path} ({path.stat().st_size / 1e9:.2f} GB)")
     except (UserError, RunError) as error:
-        print(f"spectrain: {error}", file=sys.stderr)
+        print_warning(str(error))
         return 2 if isinstance(error, UserError) else 1
     return 0
 

@@ -4,7 +4,6 @@ model of this project.
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from spectrain.data.template_limits import TemplateLimitError
 from spectrain.errors import UserError, first_line
 from spectrain.files import read_text
 from spectrain.output.memory import available_memory
+from spectrain.output.streams import print_warning
 
 from .architectures.masked import MASKED
 from .architectures.quantized import (
@@ -325,27 +325,21 @@ def warn_of_tokens_beyond(target: Target) -> None:
     ids = [*target.tokenizer.get_vocab().values()]
     count = sum(token >= rows for token in ids)
     if num_shared := len(ids) - len({*ids}):
-        print(
-            f"spectrain: target {target.name}: {num_shared} tokens of its tokenizer have the id of "
-            "another one, so texts with them are not what they say; check tokenizer.json",
-            file=sys.stderr,
-            flush=True,
+        print_warning(
+            f"target {target.name}: {num_shared} tokens of its tokenizer have the id of "
+            "another one, so texts with them are not what they say; check tokenizer.json"
         )
     if count:
-        print(
-            f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, "
-            f"which has {rows} rows; texts that hold one are refused",
-            file=sys.stderr,
-            flush=True,
+        print_warning(
+            f"target {target.name}: {count} tokens of its tokenizer have no embedding, "
+            f"which has {rows} rows; texts that hold one are refused"
         )
     beyond = sorted(token for token in target.stop_ids if not 0 <= token < rows)
     if beyond:
-        print(
-            f"spectrain: target {target.name}: its stop token {beyond[0]} has no embedding, which "
+        print_warning(
+            f"target {target.name}: its stop token {beyond[0]} has no embedding, which "
             f"has {rows} rows, so it ends no answer; correct eos_token_id in config.json and "
-            "generation_config.json",
-            file=sys.stderr,
-            flush=True,
+            "generation_config.json"
         )
 
 

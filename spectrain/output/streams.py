@@ -90,3 +90,8 @@ def clean_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = streams
+
+
+def print_warning(sentence: str) -> None:
+    """Print a sentence on the error stream, with the name of the program before it."""
+    print(f"spectrain: {sentence}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from spectrain.files import write_text
 from spectrain.models.fingerprint import hash_tokenizer
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import checkpoint_step, delete_best_except, delete_start
+from spectrain.training.metrics import METRICS_NAME
 
 from .drafters import list_inner_directories
 from .folder import require_drafter_directory
@@ -237,7 +238,7 @@ def find_data_difference(before: dict[str, Any], now: dict[str, Any]) -> str | N
 def delete_unfinished(run: Path) -> None:
     """Delete what a run without a checkpoint has left: its metrics, the weights of its start and of
     its best validation, and the state of its tracker."""
-    for name in ("metrics.jsonl", "tracker.json"):
+    for name in (METRICS_NAME, "tracker.json"):
         (run / name).unlink(missing_ok=True)
     delete_best_except(run, set())
     delete_start(run)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,8 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.training.metrics import RunKind, Tracker, read_metrics
+from spectrain.output.streams import print_warning
+from spectrain.training.metrics import METRICS_NAME, RunKind, Tracker, read_metrics
 
 from .wandb_account import logged_in
 
@@ -96,7 +96,7 @@ class Wandb(Tracker):
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
         if kind == "train":
-            for metrics in read_metrics(run / "metrics.jsonl", step):
+            for metrics in read_metrics(run / METRICS_NAME, step):
                 self.log_metrics(metrics, metrics["step"])
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
@@ -175,10 +175,8 @@ class Wandb(Tracker):
         try:
             httpx.get(settings.base_url, timeout=10)
         except httpx.HTTPError as error:
-            print(
-                f"spectrain: tracker=wandb: offline, as {settings.base_url} cannot be reached "
-                f"({error})",
-                file=sys.stderr,
+            print_warning(
+                f"tracker=wandb: offline, as {settings.base_url} cannot be reached ({error})"
             )
             return "offline"
         return "online"
@@ -240,7 +238,7 @@ class TensorBoard(Tracker):
                 step=0,
             )
         if is_new and kind == "train":
-            for metrics in read_metrics(run / "metrics.jsonl", step):
+            for metrics in read_metrics(run / METRICS_NAME, step):
                 self.log_metrics(metrics, metrics["step"])
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:

@@ -30,7 +30,7 @@ from spectrain.training.checkpoints import (
     resume_advice,
     set_aside_damaged,
 )
-from spectrain.training.metrics import Tracker, read_last_step, track_run
+from spectrain.training.metrics import METRICS_NAME, Tracker, read_last_step, track_run
 from spectrain.training.parallel.launch import disconnect_processes, wait_for_loading
 from spectrain.training.run_files import check_run_files
 from spectrain.training.trainer import Trainer
@@ -356,7 +356,7 @@ def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
         print(f"{run} is finished and scored: see {run / 'eval'}")
     else:
         tracker = spec.tracker.build() if is_main else None
-        step = read_last_step(run / "metrics.jsonl")
+        step = read_last_step(run / METRICS_NAME)
         with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
             scoring = load_scoring(spec, run)
             if scoring is not None:

@@ -8,7 +8,6 @@ loses nothing.
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -34,6 +33,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.files import atomic_write
 from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_tensors
 from spectrain.models.target import Target
+from spectrain.output.streams import print_warning
 
 from .adapters import select_stage_groups
 from .validation_history import HeldOutGain
@@ -202,10 +202,7 @@ def set_aside_damaged(run: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         damaged.rename(aside)
         problem = damage.args[0].partition("; ")[0]
-        print(
-            f"spectrain: {problem}; it is now {aside.name}, and the run goes on from {checkpoint}",
-            file=sys.stderr,
-        )
+        print_warning(f"{problem}; it is now {aside.name}, and the run goes on from {checkpoint}")
 
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:

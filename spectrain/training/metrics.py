@@ -20,6 +20,9 @@ from spectrain.output.console import make_console
 from spectrain.output.progress_line import ProgressLine, format_duration
 from spectrain.output.text import mask_settings
 
+METRICS_NAME = "metrics.jsonl"
+"""File of a run with its metrics, a line for each logged step."""
+
 RunKind = Literal["train", "eval", "compare"]
 Rows = list[dict[str, Any]]
 # Share of the time from which a line of progress says that training waits for data.

@@ -3,7 +3,6 @@ metrics since the last line.
 """
 
 import socket
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from spectrain.data.dataset import BatchStream
 from spectrain.features.base import Source
+from spectrain.output.streams import print_warning
 
 from .budget import Budget, TimeSpent
 from .checkpoints import (
@@ -121,11 +121,7 @@ class RunProgress(ABC):
         best = best_weights_path(self.run, self.validation_history.best_step)
         if self.trainer.keep_best is not False and not best.exists():
             if self.validation_history.best and shared.is_main:
-                print(
-                    f"spectrain: {best}: it is missing, so the best validation is looked for anew",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print_warning(f"{best}: it is missing, so the best validation is looked for anew")
             self.validation_history = replace(
                 self.validation_history, best=0.0, best_step=0, without_gain=0
             )
@@ -193,12 +189,9 @@ class RunProgress(ABC):
         hits = rest[len(names) : len(names) + depths]
         counts = rest[len(names) + depths :]
         if tally.steps and counts and not any(counts) and shared.is_main:
-            print(
-                (
-                    f"spectrain: training: no supervised draft position up to step {self.step}; "
-                    "use longer answers or fewer draft steps"
-                ),
-                file=sys.stderr,
+            print_warning(
+                f"training: no supervised draft position up to step {self.step}; "
+                "use longer answers or fewer draft steps"
             )
         steps = max(1, tally.steps)
         seconds = max(tally.seconds, 1e-9)

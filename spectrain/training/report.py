@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .metrics import MetricsFile, Tracker, TrainingProgress
+from .metrics import METRICS_NAME, MetricsFile, Tracker, TrainingProgress
 from .run import TrainingRun
 
 
@@ -17,7 +17,7 @@ class TrainingReport:
         self.job = job
         self.tracker = tracker or Tracker()
         self.metrics_file = (
-            MetricsFile(job.run / "metrics.jsonl", job.step) if job.parallel.is_main else None
+            MetricsFile(job.run / METRICS_NAME, job.step) if job.parallel.is_main else None
         )
         self.progress = TrainingProgress(
             round(job.num_steps), job.step, enabled=job.parallel.is_main

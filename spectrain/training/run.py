@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from spectrain.features.loss_window import sample_loss_windows
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
+from spectrain.output.streams import print_warning
 
 from .adapters import merge_adapters, select_stage_groups
 from .checkpoint_writer import CheckpointWriter
@@ -379,10 +379,7 @@ class TrainingRun(RunProgress):
         self.skipped = self.skipped + 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1
         if self.parallel.is_main:
-            print(
-                f"spectrain: training: step {unread.step} is left out: its gradient is not finite",
-                file=sys.stderr,
-            )
+            print_warning(f"training: step {unread.step} is left out: its gradient is not finite")
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of drafter and target by their names in a checkpoint."""

@@ -4,7 +4,6 @@ metrics, the weights that it began with and those of the best validation.
 Each checkpoint says what the first two held when it was saved.
 """
 
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 from spectrain.errors import UserError
 from spectrain.files import require_regular_file
 from spectrain.models.checked_tensors import CHECKSUM_KEY, open_tensors, read_tensors
+from spectrain.output.streams import print_warning
 
 from .checkpoints import best_weights_path, load_best, read_progress, start_weights_path
+from .metrics import METRICS_NAME
 
-METRICS_NAME = "metrics.jsonl"
 FILES_KEY = "files"
 START_ADVICE = "put back a copy, or delete its folder, and the score leaves the start out"
 METRICS_ADVICE = "put back a copy, or delete it and go on without the metrics of these steps"
@@ -64,7 +64,7 @@ def check_run_files(run: Path, checkpoint: Path) -> None:
         if checksum is not None and _read_checksum(start) != checksum:
             raise UserError(f"{start}: the run began with other weights; {START_ADVICE}")
     elif saved.get("start") is not None:
-        _warn_missing(f"{start}: it is missing; the score leaves the start out")
+        print_warning(f"{start}: it is missing; the score leaves the start out")
     best_step = progress["looks"].get("best_step", 0)
     if best_weights_path(run, best_step).exists():
         load_best(run, best_step)
@@ -75,7 +75,7 @@ def _check_metrics(path: Path, checkpoint: Path, bytes: int, sha256: str) -> Non
     require_regular_file(path, METRICS_ADVICE)
     if not path.exists():
         if bytes:
-            _warn_missing(f"{path}: it is missing; the metrics up to {checkpoint.name} are lost")
+            print_warning(f"{path}: it is missing; the metrics up to {checkpoint.name} are lost")
         return
     if hash_beginning(path, bytes) != sha256:
         raise UserError(
@@ -88,7 +88,3 @@ def _read_checksum(path: Path) -> str | None:
     """Return the checksum in a file of tensors."""
     with open_tensors(path, START_ADVICE) as file:
         return (file.metadata() or {}).get(CHECKSUM_KEY)
-
-
-def _warn_missing(sentence: str) -> None:
-    print(f"spectrain: {sentence}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ and training that is not shared as was asked would go unnoticed.
 
 import os
 import socket
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.features.context_piece import ContextGroup
+from spectrain.output.streams import print_warning
 
 from .base import ParallelStrategy, ReplicatedStrategy
 from .deepspeed import Zero2Strategy, Zero3Strategy
@@ -157,10 +157,9 @@ def warn_of_shared_store() -> None:
     has_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     has_machines = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     if is_shared and has_restarts and has_machines and os.environ.get("RANK") == "0":
-        print(
-            "spectrain: launch: a restart on several machines can fail to connect; set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun or accelerate",
-            file=sys.stderr,
+        print_warning(
+            "launch: a restart on several machines can fail to connect; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun or accelerate"
         )
 
 

@@ -10,7 +10,6 @@ exchange, and the frozen one never enters it. Clocks of two processes are never 
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from spectrain.errors import RunError, UserError
+from spectrain.output.streams import print_warning
 from spectrain.servers.ports import find_free_port
 
 from .base import ParallelStrategy
@@ -340,7 +340,7 @@ class ProcessMonitor:
 
 
 def _print_message(message: str) -> None:
-    print(f"spectrain: training: {message}", file=sys.stderr, flush=True)
+    print_warning(f"training: {message}")
 
 
 def _describe(rank: int, sign: Heartbeat) -> str:

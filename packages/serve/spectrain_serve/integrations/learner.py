@@ -8,7 +8,6 @@ FOLDER/candidates/0001        a candidate: data.jsonl, train.log, run/drafter
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, RunInterrupted, UserError, describe_error
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain.output.streams import print_warning
 from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.drafters import load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
@@ -222,10 +222,9 @@ class DrafterLearner:
             self.last_seconds = time.monotonic() - began
             self.spent_seconds += self.last_seconds
             self.write_event("failed", step=step, message=describe_error(error))
-            print(
-                f"spectrain: the candidate of step {step} failed ({describe_error(error)}); the "
-                f"drafter stays {self.active}",
-                file=sys.stderr,
+            print_warning(
+                f"the candidate of step {step} failed ({describe_error(error)}); the "
+                f"drafter stays {self.active}"
             )
 
     def learn(self, policy: nn.Module, sampling: RolloutSampling, step: int) -> PromotionProof:
