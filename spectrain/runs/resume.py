@@ -10,6 +10,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.features.store import hash_file
@@ -18,9 +19,6 @@ from spectrain.models.fingerprint import hash_tokenizer
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import checkpoint_step, delete_best_except, delete_start
 from spectrain.training.metrics import METRICS_NAME
-
-from .drafters import list_inner_directories
-from .folder import require_drafter_directory
 
 CHANGEABLE_GROUPS = {
     "server": (
@@ -90,13 +88,12 @@ class InputFacts:
 
 
 def collect_facts(
-    spec: RunSpec, target: Target, weights: str | None, dataset: Dataset, source: Source
+    target: Target, weights: str | None, dataset: Dataset, drafter: Drafter, source: Source
 ) -> InputFacts:
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a
     drafter changed its layers.
     """
-    folders = [require_drafter_directory("drafter.init", spec.init)] if spec.init else []
-    folders += [directory for _, _, directory in list_inner_directories(spec.drafter)]
+    folders = drafter.saved.origins
     inputs = {
         **({} if weights is None else {"target_weights": weights}),
         "tokenizer": hash_tokenizer(target),

@@ -28,7 +28,7 @@ from spectrain.runs.resume import (
     check_inputs,
     check_settings,
 )
-from spectrain.runs.train import choose_folder, open_run
+from spectrain.runs.train import choose_folder, write_settings
 
 
 def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
         )
         for lr in (1e-3, 1e-2)
     )
-    open_run(tmp_path, old, FACTS)
+    write_settings(tmp_path, old, FACTS)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "best-000001").mkdir(parents=True)
-    open_run(tmp_path, new, replace(FACTS, target_name="other"))
-    assert RunSpec.load(tmp_path / "config.yaml").trainer.get("lr") == 1e-2
+    write_settings(tmp_path, new, replace(FACTS, target_name="other"))
+    assert RunSpec.load(tmp_path / "config.yaml").trainer.settings.get("lr") == 1e-2
     assert json.loads((tmp_path / "provenance.json").read_text())["target_name"] == "other"
     assert not (tmp_path / "metrics.jsonl").exists() and not list(
         (tmp_path / "checkpoints").iterdir()
