@@ -14,6 +14,7 @@ from spectrain.errors import UserError
         ("drafter", "causal", {"vocab_size": 0}, "drafter.vocab_size=0: use 1 or more"),
         ("drafter", "pard", {"keep": 1.5}, "drafter.keep=1.5: use 1 or less"),
         ("drafter", "medusa", {"heads_first": 1.0}, "drafter.heads_first=1.0: use less than 1"),
+        ("drafter", "mtp", {"num_steps": 0}, "drafter.num_steps=0: use 1 or more"),
         ("source", "store", {"path": "x", "max_gb": 0.0}, "source.max_gb=0.0: use more than 0"),
         ("source", "store", {"path": "x", "shard_mb": 0.0}, "source.shard_mb=0.0: use more than 0"),
         ("data", "stream", {"path": "x", "shards": 0}, "data.shards=0: use 1 or more"),
