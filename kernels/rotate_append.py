@@ -1,8 +1,9 @@
 """Rotate the queries and keys of new nodes, and append keys and values to a cache, in one launch.
 
 Shapes: B batch, N new nodes, H query heads, K key-value heads, D head size, T slots, R positions.
-The reference in torch comes first; it takes the rotation's ten operations and two indexed writes.
-In the kernel a program owns the queries, the keys or the values of one node.
+The references in torch come first; they take the rotation's ten operations and two indexed writes.
+In the kernel a program owns the queries, the keys or the values of one node. A drafter has a table
+of all positions; a target has the cosines and sines of the nodes of its forward.
 """
 
 from __future__ import annotations
@@ -30,9 +31,26 @@ def rotate_append_reference(
     and v [B, N, K D], are written to the slots of `store` [2, B, T, K, D] from lengths[b] +
     num_pending on. `table` [R, 2, D / 2] has the cosines and sines of positions [B, N].
     """
+    cos, sin = table[positions].unbind(-2)
+    return rotate_append_angles_reference(store, q, k, v, cos, sin, lengths, num_pending)
+
+
+def rotate_append_angles_reference(
+    store: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    num_pending: int,
+) -> Tensor:
+    """Do what `rotate_append_reference` does, with the cosines and sines of every node in the first
+    D / 2 numbers of `cos` and `sin` [1 or B, N, >= D / 2].
+    """
     size = store.shape[-1]
     queries, keys, values = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v))
-    cos, sin = table[positions].float().unbind(-2)  # [B, N, D / 2]
+    cos, sin = (x[..., : size // 2].float() for x in (cos, sin))  # [B, N, D / 2]
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
@@ -66,7 +84,8 @@ def _rotate_append_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
     v_ptr,
-    table_ptr,
+    cos_ptr,
+    sin_ptr,
     positions_ptr,
     lengths_ptr,
     out_ptr,
@@ -79,6 +98,8 @@ def _rotate_append_kernel(  # type: ignore[no-untyped-def]
     k_stride_n,
     v_stride_b,
     v_stride_n,
+    angle_stride_b,
+    angle_stride_n,
     num_pending,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -87,17 +108,22 @@ def _rotate_append_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Take the queries, keys or values of one node; grid [N, B, 3]."""
+    """Take the queries, keys or values of one node; grid [N, B, 3]. With positions, cosines and
+    sines are those of a table of positions.
+    """
     node = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     row = batch * tl.num_programs(0) + node
     slot = tl.load(lengths_ptr + batch) + num_pending + node
     store_ptr += batch * store_stride_b + slot * store_stride_t
     dim = tl.arange(0, BLOCK_D)
-    angle_ptr = table_ptr + tl.load(positions_ptr + row) * SIZE + dim
+    if positions_ptr is not None:
+        angle = tl.load(positions_ptr + row) * angle_stride_n + dim
+    else:
+        angle = batch * angle_stride_b + node * angle_stride_n + dim
     is_dim = dim < SIZE // 2
-    cos = tl.load(angle_ptr, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(angle_ptr + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=is_dim, other=0.0).to(tl.float32)[None, :]
     if tl.program_id(2) == 0:
         q_ptr += batch * q_stride_b + node * q_stride_n
         out_ptr += row * HEADS * SIZE
@@ -119,24 +145,27 @@ def _launch_rotate_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    table: Tensor,
-    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
     lengths: Tensor,
     num_pending: int,
 ) -> Tensor:
-    """Launch the kernel."""
+    """Launch the kernel, with cosines and sines of positions [B, N], or of nodes."""
     batch, num_nodes, _ = q.shape
     kv_heads, size = store.shape[-2:]
-    assert store[0, 0, 0].is_contiguous() and table.is_contiguous()
+    assert store[0, 0, 0].is_contiguous() and cos.stride() == sin.stride() and cos.stride(-1) == 1
     out = _empty_queries(store, q).transpose(1, 2)
     heads = out.shape[2]
+    angle_strides = (0, cos.stride(0)) if positions is not None else cos.stride()[:2]
     with torch.cuda.device_of(store):
         _rotate_append_kernel[(num_nodes, batch, 3)](
             store,
             q,
             k,
             v,
-            table,
+            cos,
+            sin,
             positions,
             lengths,
             out,
@@ -144,6 +173,7 @@ def _launch_rotate_append(
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
+            *angle_strides,
             num_pending,
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -174,9 +204,36 @@ def rotate_append(
     num_pending: int,
 ) -> Tensor:
     """Do what `rotate_append_reference` does, in one launch where the kernel runs."""
-    rest = table, positions, lengths, num_pending
     if not runs_on(store.device):
+        rest = table, positions, lengths, num_pending
         return rotate_append_reference(store, q, k, v, *rest)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    queries: Tensor = _launch_rotate_append(store, q, k, v, *rest)
+    cos, sin = table.unbind(1)
+    queries: Tensor = _launch_rotate_append(
+        store, *_contiguous_rows(q, k, v), cos, sin, positions, lengths, num_pending
+    )
     return queries
+
+
+def rotate_append_angles(
+    store: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    num_pending: int,
+) -> Tensor:
+    """Do what `rotate_append_angles_reference` does, in one launch where the kernel runs."""
+    if not runs_on(store.device):
+        rest = cos, sin, lengths, num_pending
+        return rotate_append_angles_reference(store, q, k, v, *rest)
+    cos, sin = (x.contiguous().expand(len(q), -1, -1) for x in (cos, sin))
+    queries: Tensor = _launch_rotate_append(
+        store, *_contiguous_rows(q, k, v), cos, sin, None, lengths, num_pending
+    )
+    return queries
+
+
+def _contiguous_rows(*rows: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]

@@ -68,6 +68,7 @@ IMPOSED = {
     # an operation that torch traces takes no objects
     "models/cached_attention.py:_attend_compiled",
     "models/compiled_layers.py:_attend_with_cache",
+    "models/compiled_layers.py:attend_layer",
     "spectrain_cpu/linear.py:_emit_tile",  # it emits the code of a kernel
 }
 CONFIGURED = {

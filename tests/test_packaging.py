@@ -14,7 +14,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.travelling_wheels import find_requirements, is_pure, read_names
+from scripts.travelling_wheels import (
+    MAX_BYTES,
+    check_size,
+    find_missing,
+    find_requirements,
+    is_pure,
+    read_versions,
+)
 from tests.test_house import PACKAGES, code, room_of, tree
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +156,26 @@ def test_wheels_that_travel_are_pure_and_missing_there() -> None:
         and "sympy" not in requirements
     )
     assert is_pure(requirements["rich"]) and not is_pure(requirements["numpy"])
-    assert read_names("Typing_Extensions==4.1\n-e here\nrich==15.0") == {
-        "typing-extensions",
-        "rich",
+    assert read_versions("Typing_Extensions==4.1\n-e here\nrich==15.0") == {
+        "typing-extensions": "4.1",
+        "rich": "15.0",
     }
+
+
+def test_wheels_travel_for_what_is_too_old_there(tmp_path: Path) -> None:
+    """A machine that has everything, but transformers in an older release than spectrain supports,
+    gets that wheel alone; an absent package travels too, and one that it needs in another version.
+    """
+    everything = {name: found.version for name, found in find_requirements("spectrain", {}).items()}
+    assert not find_missing(everything)
+    assert list(find_missing({**everything, "transformers": "5.17.0"})) == ["transformers"]
+    assert list(find_missing({**everything, "transformers": "5.99.0"})) == ["transformers"]
+    without = {name: everything[name] for name in everything if name != "transformers"}
+    assert list(find_missing(without)) == ["transformers"]
+    # What is too old is found, whoever asks for it.
+    assert list(find_missing({**without, "tokenizers": "0.1"})) == ["tokenizers", "transformers"]
+    (tmp_path / "large.whl").write_bytes(bytes(1))
+    check_size(tmp_path)
+    os.truncate(tmp_path / "large.whl", MAX_BYTES + 1)
+    with pytest.raises(SystemExit, match="64 may travel"):
+        check_size(tmp_path)

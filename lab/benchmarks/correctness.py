@@ -372,6 +372,11 @@ def step_case(
         rotated = getattr(rotate_append, f"rotate_append{suffix}")(
             store, queries[kind], values[kind], values[kind], table[kind], tokens, lengths, 3
         )
+        cos, sin = table[kind][tokens].unbind(2)
+        store_by_angles = slots[kind].clone()
+        rotated_by_angles = getattr(rotate_append, f"rotate_append_angles{suffix}")(
+            store_by_angles, queries[kind], values[kind], values[kind], cos, sin, lengths, 3
+        )
         nodes_of_tree = append_children.Nodes(tree.tokens, tree.parents, scores)
         best = getattr(tree_selection, f"select_best{suffix}")(nodes_of_tree, nodes)
         mask, depths = getattr(tree_masks, f"find_ancestors{suffix}")(tree.parents, 4 * nodes)
@@ -393,6 +398,8 @@ def step_case(
                 "unit": getattr(gated_unit, f"gated_unit{suffix}")(x[kind], residual[kind]),
                 "rotated": rotated,
                 "store": store,
+                "rotated by angles": rotated_by_angles,
+                "store by angles": store_by_angles,
             }
         )
     return KernelOutcome(outputs[0], outputs[1], runs_on(device))

@@ -30,6 +30,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import (
     kv_append,
     kv_commit,
+    rotate_append,
     round_commit,
     sampling_cuts,
     token_commit,
@@ -39,7 +40,7 @@ from spectrain.kernels import (
     tree_walks,
 )
 from spectrain.models import compiled_layers as compiled
-from spectrain.models.fast import merge_linears
+from spectrain.models.fast import fuse_text_layers, merge_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
@@ -193,6 +194,7 @@ class EngineBench(Bench):
         drafter = random_drafter(target, self.sizes.model, torch.bfloat16)
         # As `pack_weights` and `prepare_for_decoding` do on a GPU.
         merge_linears(target.model)
+        fuse_text_layers(target.model)
         merge_linears(drafter, trainable=True)
         counts = count_round(CapturedRunner(target, Greedy(), *self.select_drafter(name, drafter)))
         return {
@@ -266,6 +268,7 @@ class EngineBench(Bench):
             tree_walks,
             sampling_cuts,
             kv_append,
+            rotate_append,
             kv_commit,
             token_commit,
             round_commit,

@@ -63,7 +63,7 @@ ROWS_OF = {
     # Caches and tables, and the operands or results of which they take or give as many bytes.
     "spectrain::accepted_input": (("text", "embedding"), ("out0",)),
     "spectrain::node_input": (("states", "embedding"), ("out0",)),
-    "spectrain::rotate_append": (("store", "table"), ("k", "v")),
+    "spectrain::rotate_append": (("store", "cos", "sin"), ("k", "v")),
     "spectrain::kv_append": (("store",), ("keys", "values")),
     "spectrain::round_commit": (("tokens", "lines"), ("path", "path")),
     "spectrain::store_states": (("states",), ("out0",)),

@@ -227,10 +227,12 @@ def layer_attention(  # transformers calls it, by these names
     layer_visibility: Sequence[Visibility | list[Visibility]] | None = None,
     ranges: Mapping[int, AttentionRange] | None = None,
     attends: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor] | None = None,
+    rotation: tuple[Tensor, Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of every target layer: tree attention with a `visibility`, else causal
-    attention over texts, which may be packed documents of these `lengths`.
+    attention over texts, which may be packed documents of these `lengths`. Over a cached tree, a
+    layer may leave the `rotation` of its queries and keys, by cosines and sines, to attention.
 
     `ranges` gives the range of layers that do not pass their own. `layer_visibility` gives a
     visibility per layer where layers differ. A drafter with a layer of the same kind passes
@@ -250,7 +252,8 @@ def layer_attention(  # transformers calls it, by these names
         and attends is None
         and torch.compiler.is_compiling()
     ):
-        return attend_layer(query, key, value, scale, sliding_window, softcap, s_aux), None
+        angles = (None, None) if rotation is None else rotation
+        return attend_layer(query, key, value, scale, sliding_window, softcap, s_aux, *angles), None
     # The index of a module that several layers share is below 0.
     layer = module.layer_idx
     chunk = None
@@ -290,7 +293,7 @@ def layer_attention(  # transformers calls it, by these names
     mark_layer_done(layer)
     if tree_cache.query_observer is not None:
         tree_cache.query_observer(layer, query, scale)
-    attended = tree_cache.attend(layer, query, key, value, visibility, options)
+    attended = tree_cache.attend(layer, query, key, value, visibility, options, rotation)
     return attended.transpose(1, 2).contiguous(), None
 
 

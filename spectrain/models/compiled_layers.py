@@ -77,12 +77,16 @@ def attend_layer(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> Tensor:
-    """Append keys and values of the next layer and attend, [B, N, H, D]."""
+    """Append keys and values of the next layer and attend, [B, N, H, D]. Queries and keys are first
+    rotated by cosines and sines [1 or B, N, D], if any.
+    """
     now = _contexts[-1]
-    attended = now.cache.attend(
-        next(now.layers), q, k, v, now.visibility, AttentionOptions(scale, window, softcap, sinks)
-    )
+    options = AttentionOptions(scale, window, softcap, sinks)
+    rotation = None if cos is None or sin is None else (cos, sin)
+    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, options, rotation)
     return attended.transpose(1, 2).contiguous()
 
 

@@ -21,6 +21,7 @@ from spectrain.errors import UserError
 from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
+from spectrain.kernels.rotate_append import rotate_append_angles
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .accelerator import accelerator
@@ -270,13 +271,17 @@ class TreeCache(Cache):
         values: Tensor,
         visibility: Visibility,
         options: AttentionOptions,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of a layer, and attend with as many queries, [B,
-        H, N, D].
+        H, N, D]. Queries and keys are first rotated by cosines and sines [1 or B, N, D], if any.
         """
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
         window, softcap, sinks = options.window, options.softcap, options.sinks
-        self.write(layer, keys, values)
+        if rotation is None:
+            self.write(layer, keys, values)
+        else:
+            queries = self._write_rotated(layer, queries, keys, values, rotation)
         if self.kv_transform is None:
             slots = self.keys_values(layer)
             attended: Tensor | None = run_on_cpu(
@@ -321,6 +326,22 @@ class TreeCache(Cache):
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
             else:
                 kv_append(store, keys, values, self.lengths, self.uncommitted)
+
+    def _write_rotated(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Rotate, write keys and values after those of a layer, and return the queries."""
+        storage = self.lend_storage(keys.shape[2], keys.shape[1], keys.shape[3], keys.dtype)
+        q, k, v = (x.transpose(1, 2).flatten(2) for x in (queries, keys, values))
+        cos, sin = rotation
+        return rotate_append_angles(
+            storage[layer], q, k, v, cos, sin, self.lengths, self.uncommitted
+        )
 
     def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a layer up to the `num_new` newest nodes, [B, H, T', D],

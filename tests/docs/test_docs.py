@@ -166,6 +166,7 @@ def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatc
 # What such a program does first.
 ACTIONS = {
     "docker": {"build", "run"},
+    "git": {"sparse-checkout"},
     "kubectl": {"apply", "logs"},
     "pip": {"install"},
     "pipx": {"install"},
@@ -180,6 +181,7 @@ PROGRAMS = {
     "bash",
     "docker",
     "export",
+    "git",
     "kubectl",
     "pip",
     "sbatch",

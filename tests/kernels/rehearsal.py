@@ -232,7 +232,10 @@ def launch_steps(dtype: torch.dtype, width: int) -> None:
     table = torch.zeros(300, 2, 64, dtype=dtype)
     queries = torch.zeros(1, 10, 4096, dtype=dtype)
     keys = queries[..., :1024].contiguous()
-    rotate_append._launch_rotate_append(store, queries, keys, keys, table, tokens, lengths, 3)
+    states = store, queries, keys, keys
+    rotate_append._launch_rotate_append(*states, *table.unbind(1), tokens, lengths, 3)
+    angles = torch.zeros(1, 10, 128, dtype=dtype)
+    rotate_append._launch_rotate_append(*states, angles, angles, None, lengths, 3)
     for count in (61, 711):
         nodes = torch.zeros(1, count).long()
         tree_selection._launch_frontier(nodes, nodes.float(), 1, 4, 0, 4)

@@ -170,6 +170,20 @@ def test_rotation_and_append(
         results.append((queries, store))
     assert_equal(*results)
     assert results[0][0].transpose(1, 2).is_contiguous()
+    # The angles of every node, with both halves of a head and of one text for all: the same.
+    angles = table[positions].repeat(1, 1, 1, 2)
+    for index in (slice(None), slice(1)):
+        cos, sin = angles[index].unbind(2)
+        by_angles = []
+        for run_angles in (
+            rotate_append.rotate_append_angles,
+            rotate_append.rotate_append_angles_reference,
+        ):
+            store = torch.full((2, batch, 40, kv_heads, size), 7.0, dtype=dtype)
+            by_angles.append((run_angles(store, q, k, v, cos, sin, lengths, 4), store))
+        assert_equal(*by_angles)
+        if len(cos) == batch:
+            assert_equal(by_angles[0], results[0])
 
 
 def random_parents(batch: int, count: int) -> Tensor:
@@ -260,7 +274,11 @@ def list_launches() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "gated_unit": (gated_unit._launch_gated_unit, (x[0], x[1])),
         "rotate_append": (
             rotate_append._launch_rotate_append,
-            (store, x, x[..., :4], x[..., 4:], table, tokens % 20, lengths, 1),
+            (store, x, x[..., :4], x[..., 4:], *table.unbind(1), tokens % 20, lengths, 1),
+        ),
+        "rotate_append of angles": (
+            rotate_append._launch_rotate_append,
+            (store, x, x[..., :4], x[..., 4:], *x[None, 0].split(4, -1), None, lengths, 1),
         ),
         "find_ancestors": (tree_masks._launch_ancestors, (nodes.parents,)),
         "pack_words": (tree_masks._launch_pack, (torch.ones(2, 3, 70, dtype=torch.bool),)),

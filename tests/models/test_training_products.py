@@ -218,7 +218,7 @@ def test_rotations_of_halves_are_fused(name: str, is_fused: bool) -> None:
     """An attention that rotates in another way keeps its own forward."""
     module, _, kind = name.rpartition(".")
     attention = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
-    forward = text_kernels._fuse_rotation(attention.forward)
+    forward = text_kernels._fuse_rotation(attention.forward, None)
     assert (forward is not None) == is_fused
     if forward is not None:
         assert inspect.signature(forward) == inspect.signature(attention.forward)

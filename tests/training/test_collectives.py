@@ -174,15 +174,16 @@ def test_a_difference_between_ranks_fails() -> None:
 
 @pytest.mark.slow
 def test_every_rank_of_eight_exchanges_the_same(shallow_folder: Path, tmp_path: Path) -> None:
-    """All eight ranks with DDP and FSDP2; two of them with DDP also validate."""
+    """All eight ranks with DDP and FSDP2, checkpoints included; two of them also validate."""
     ranks = list(range(recorded.NUM_RANKS))
     jobs = [
         make_job(tmp_path, shallow_folder, family, ranks, {**ACCUMULATED, "sharding": sharding})
         for sharding in ("ddp", "fsdp2")
         for family in ("eagle3", "causal")
     ]
-    validated = {**ACCUMULATED, "sharding": "ddp", "save_every": 2}
-    jobs.append(make_job(tmp_path, shallow_folder, "eagle3", [0, 7], validated, held_out=1))
+    for sharding in ("ddp", "fsdp2"):
+        validated = {**ACCUMULATED, "sharding": sharding, "save_every": 2}
+        jobs.append(make_job(tmp_path, shallow_folder, "eagle3", [0, 7], validated, held_out=1))
     for records in record(jobs):
         records.assert_equal()
 

@@ -28,7 +28,15 @@ from spectrain.models.forward_override import override_forwards
 
 LayerStates: TypeAlias = LinearAttentionLayer
 """States of several rows, [rows, ..] each."""
-ATTENTION_ARGUMENTS = ("visibility", "tree_cache", "lengths", "ranges", "layer_visibility", "calls")
+ATTENTION_ARGUMENTS = (
+    "visibility",
+    "tree_cache",
+    "lengths",
+    "ranges",
+    "layer_visibility",
+    "calls",
+    "attention_rotates",
+)
 """Arguments for attention, which recurrent layers do not receive."""
 # tokens that a recurrence computes at once, where its module has no chunk size
 DEFAULT_CHUNK_SIZE = 64

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.accelerator import accelerator
 from spectrain.models.attention import (
     ATTENTION_NAME,
@@ -24,7 +25,7 @@ from spectrain.models.attention import (
 )
 from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.compiled_layers import set_forward_context
-from spectrain.models.fast import enforce_batch_invariance
+from spectrain.models.fast import LATE_ROTATION, can_rotate_late, enforce_batch_invariance
 from spectrain.models.forward_override import (
     Forward,
     checkpoint_layer,
@@ -95,6 +96,7 @@ class Standard(Architecture):
             "ranges": self.attention_ranges,
             **({"layer_visibility": call.layer_visibility} if call.layer_visibility else {}),
             **({} if call.plan.attends is None else {"attends": call.plan.attends}),
+            **({LATE_ROTATION: True} if _rotates_late(call) else {}),
         }
 
     def forward_contexts(self, call: ForwardCall) -> Iterator[AbstractContextManager[Any]]:
@@ -201,6 +203,19 @@ def attention_fields(probe: Probe) -> dict[str, Any]:
             for call in calls
         },
     }
+
+
+def _rotates_late(call: ForwardCall) -> bool:
+    """Tell whether attention may rotate queries and keys where it appends to the cache."""
+    visibility, plan = call.attention_visibility, call.plan
+    return (
+        isinstance(visibility, Visibility)
+        and plan.cache is not None
+        and plan.attends is None
+        and not plan.grad
+        and not call.layer_visibility
+        and can_rotate_late(plan.cache, call.parts.dtype)
+    )
 
 
 def are_alike(shapes: dict[int, KeyValueShape], num_layers: int) -> bool:

@@ -22,7 +22,7 @@ from .packed_linears import (
     shared_input,
     unpack_linears,
 )
-from .text_kernels import fuse_text_layers, use_text_kernels
+from .text_kernels import LATE_ROTATION, can_rotate_late, fuse_text_layers, use_text_kernels
 from .training_products import (
     find_merged,
     join_norms,
@@ -34,7 +34,9 @@ from .training_products import (
 )
 
 __all__ = [
+    "LATE_ROTATION",
     "FeatureLinear",
+    "can_rotate_late",
     "cut_output",
     "enforce_batch_invariance",
     "find_merged",

@@ -2,7 +2,9 @@
 one launch each, where transformers' modules take six, two and ten.
 
 Only modules that compute what the kernels compute are overridden: each is tried on a few rows.
-Decoding keeps the modules' own code, which is compiled there. Shapes: D width.
+Decoding keeps the modules' own code, which is compiled there, but for the rotation of queries and
+keys: attention over a cached tree rotates them in the launch that appends keys and values. Shapes:
+B batch, N new nodes, H query heads, K key-value heads, D width or head size.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import deprecation
 
-from spectrain.kernels.dispatch import takes_gradients
+from spectrain.kernels.dispatch import runs_on, takes_gradients
 from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
 from spectrain.kernels.norm_gradients import can_norm, norm_rows
 from spectrain.kernels.rms_norm import rms_norm_reference
@@ -30,9 +32,14 @@ from spectrain.kernels.rotate_heads import (
 )
 from spectrain.models.forward_override import set_forward
 
+if TYPE_CHECKING:
+    from spectrain.models.kv_cache import TreeCache
+
 PARTS = ("gate_proj", "up_proj", "down_proj")
 ROTATION = "apply_rotary_pos_emb"
 """The function of a module of transformers that rotates queries and keys."""
+LATE_ROTATION = "attention_rotates"
+"""The argument that asks attention modules to leave their rotation to attention."""
 TRIED_ROWS = 4
 
 _reads_texts = ContextVar("reads_texts", default=False)
@@ -80,15 +87,16 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
 
 
 @cache
-def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+def _fuse_rotation(forward: Callable[..., Any], late_size: int | None) -> Callable[..., Any] | None:
     """Return the forward of an attention module with its rotation by the kernel; None where it
-    does not rotate, or in another way.
+    does not rotate, or in another way. Where attention is asked to rotate, the module leaves its
+    heads of `late_size` as they are.
 
     The same code runs with another function by the name of the rotation, so that nothing in
     transformers changes.
     """
-    own = _unwrap_renaming(forward)
-    if not isinstance(own, FunctionType) or ROTATION not in own.__code__.co_names:
+    own = _find_rotating_code(forward)
+    if own is None:
         return None
     rotation = own.__globals__.get(ROTATION)
     if rotation is None or not _is_rotation(rotation):
@@ -99,17 +107,14 @@ def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
             return rotation(q, k, cos, sin, *args, **kwargs)
         return rotate_split_heads(q, k, cos, sin)
 
-    fused = FunctionType(
-        own.__code__,
-        {**own.__globals__, ROTATION: rotate},
-        own.__name__,
-        own.__defaults__,
-        own.__closure__,
-    )
-    fused.__kwdefaults__ = own.__kwdefaults__
+    fused = _replace_rotation(own, rotate)
+    unrotated = _replace_rotation(own, _keep_heads)
 
     @wraps(forward)
     def run(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        angles = kwargs.get("position_embeddings")
+        if kwargs.get(LATE_ROTATION) and angles is not None and angles[0].shape[-1] == late_size:
+            return unrotated(attention, *args, rotation=angles, **kwargs)
         x = args[0] if args else kwargs.get("hidden_states")
         by_kernel = isinstance(x, Tensor) and _runs_kernel(x)
         return (fused if by_kernel else forward)(attention, *args, **kwargs)
@@ -117,14 +122,79 @@ def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     return run
 
 
-def _unwrap_renaming(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a forward runs behind the wrapper by which transformers renames old arguments.
+def can_rotate_late(cache: TreeCache, dtype: torch.dtype) -> bool:
+    """Tell whether attention over a cache may rotate queries and keys of a type where it appends.
+    The interpreter computes bfloat16 wrongly.
+    """
+    device = cache.lengths.device
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    return (
+        runs_on(device)
+        and dtype in (types[:2] if device.type == "cpu" else types)
+        and cache.lends_storage(dtype)
+    )
 
-    The layers of a model pass the new names, so the wrapper changes nothing for them.
+
+def _find_rotating_code(forward: Callable[..., Any]) -> FunctionType | None:
+    """Return the function of a forward that calls the rotation; None where there is none.
+
+    It may stand behind the wrapper by which transformers renames old arguments. The layers of a
+    model pass the new names, so the wrapper changes nothing for them.
     """
     is_renaming = getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__
-    own: Callable[..., Any] = getattr(forward, "__wrapped__", forward) if is_renaming else forward
+    own = getattr(forward, "__wrapped__", forward) if is_renaming else forward
+    if not isinstance(own, FunctionType) or ROTATION not in own.__code__.co_names:
+        return None
     return own
+
+
+def _replace_rotation(forward: FunctionType, rotate: Callable[..., Any]) -> Any:
+    """Return a copy of a forward that calls another function by the name of the rotation."""
+    names = {**forward.__globals__, ROTATION: rotate}
+    # A compiler would look names up in the module of this name.
+    del names["__name__"]
+    copied = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _keep_heads(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def _find_late_size(attention: Any) -> int | None:
+    """Return the size of an attention module's heads where nothing changes queries and keys between
+    their rotation and attention, so that attention may rotate them; else None.
+    """
+    own = _find_rotating_code(type(attention).forward)
+    if own is None:
+        return None
+    rotated: list[Tensor] = []
+    attended: list[Tensor] = []
+
+    def rotate(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rotated.extend((q, k))
+        return q, k
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+        attended.extend((q, k, v))
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+    x = next(attention.parameters()).new_zeros(1, 1, attention.config.hidden_size)
+    call = {"hidden_states": x, "attention_mask": None, "attends": attend}
+    try:
+        _replace_rotation(own, rotate)(attention, position_embeddings=(x, x), **call)
+    except (RuntimeError, TypeError):
+        # It takes other arguments, or reads the angles itself.
+        return None
+    if len(rotated) != 2 or len(attended) != 3:
+        return None
+    (q, k), (query, key, value) = rotated, attended
+    angles = q.new_empty(1, 1, q.shape[-1])
+    is_last = query is q and key is k and key.shape == value.shape
+    return q.shape[-1] if is_last and can_rotate(q, k, angles) else None
 
 
 def _is_rotation(rotation: Callable[..., Any]) -> bool:
@@ -152,7 +222,7 @@ def fuse_text_layers(model: nn.Module) -> None:
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        rotating = _fuse_rotation(type(module).forward)
+        rotating = _fuse_rotation(type(module).forward, _find_late_size(module))
         if rotating is not None:
             set_forward(module, MethodType(rotating, module))
         # A norm with a gate takes two tensors.

@@ -199,12 +199,14 @@ class SelectedCache(TreeCache):
         values: Tensor,
         visibility: Visibility,
         options: AttentionOptions,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append and attend as `TreeCache.attend`; heads that selected fewer tokens do not see
-        the other slots.
+        the other slots. A cache of such heads lends no storage, so nothing asks it to rotate.
         """
+        assert rotation is None or not self.head_counts
         if layer not in self.head_counts:
-            return super().attend(layer, queries, keys, values, visibility, options)
+            return super().attend(layer, queries, keys, values, visibility, options, rotation)
         if options.softcap is not None or options.sinks is not None:
             raise UserError(
                 "drafter.cache: compress and defensive cannot run layers with soft caps or sinks; "
@@ -289,6 +291,7 @@ class StepSelectedCache(SelectedCache):
         values: Tensor,
         visibility: Visibility,
         options: AttentionOptions,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         if layer not in self.windows:
             committed = self.source.keys_values(layer)[0][:, : self.source.longest]
@@ -301,7 +304,7 @@ class StepSelectedCache(SelectedCache):
                 self.selector.select_keys(layer, selection, self.num_selected),
                 self.num_selected,
             )
-        return super().attend(layer, queries, keys, values, visibility, options)
+        return super().attend(layer, queries, keys, values, visibility, options, rotation)
 
     def lends_storage(self, *dtypes: torch.dtype) -> bool:
         return False
