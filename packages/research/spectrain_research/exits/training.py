@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.config.values import NotNegative
@@ -33,9 +32,9 @@ class JointExits(EarlyExit):
     J = sum_e w_e CE(head(norm(x_e)), Y), over the exits and the last layer (BranchyNet, section
     3.1), plus with FREE's layerwise distillation
 
-        hidden_weight / S sum_(i <= S) MSE(x_i, x_m(i))
+        hidden_weight mean_i MSE(x_i, x_m(i))
 
-    over the S layers below the first exit, where x_m(i) is held fixed. m(i) is the last layer for
+    over the S layers below the first exit, where x_m(i) is held fixed. m(i) is the last layer, of
     i = S alone (last), i L / S rounded (uniform), or the layer above the exit whose states are
     nearest in this batch (dynamic). The exits decode by `drafter=exits`; as a drafter this one has
     the first exit's drafts verified.
@@ -144,16 +143,17 @@ def distil_states(states: dict[int, Tensor], exit_layer: int, hidden: Distillati
         pairs = {
             layer: min(
                 range(exit_layer + 1, last + 1),
-                key=lambda deep: float(mean_square(states[layer].detach(), states[deep])),
+                key=lambda deep: float(sum_squares(states[layer].detach(), states[deep])),
             )
             for layer in range(1, exit_layer + 1)
         }
-    total = sum(mean_square(states[layer], states[deep]) for layer, deep in pairs.items())
-    rows = states[last].shape[0]
+    total = sum(sum_squares(states[layer], states[deep]) for layer, deep in pairs.items())
     assert isinstance(total, Tensor)
-    return total / len(pairs) * rows
+    return total / len(pairs)
 
 
-def mean_square(state: Tensor, label: Tensor) -> Tensor:
-    """Return the mean squared difference of states [R, D] from fixed labels [R, D]."""
-    return F.mse_loss(state.float(), label.detach().float())
+def sum_squares(state: Tensor, label: Tensor) -> Tensor:
+    """Return the squared difference of states [R, D] from fixed labels [R, D], averaged over D and
+    summed over R, so that no row at all gives 0.
+    """
+    return (state.float() - label.detach().float()).pow(2).mean(-1).sum()

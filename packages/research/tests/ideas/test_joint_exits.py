@@ -13,7 +13,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain_research.exits.training import JointExits
+from spectrain_research.exits.training import JointExits, distil_states
 from tests.factories import random_batch
 from tests.targets import cut_tiny
 
@@ -66,10 +66,10 @@ def test_losses_are_weighted_cross_entropies(
     losses = drafter.loss(batch, target, TrainingState())
     assert {*losses.terms} == {"language_model", "exits"}
     assert float(losses.terms["language_model"].detach()) == pytest.approx(
-        shares[-1] * float(expected[-1]), rel=1e-4
+        shares[-1] * float(expected[-1].detach()), rel=1e-4
     )
     assert float(losses.terms["exits"].detach()) == pytest.approx(
-        sum(share * float(loss) for share, loss in zip(shares, expected[:-1])), rel=1e-4
+        sum(share * float(loss.detach()) for share, loss in zip(shares, expected[:-1])), rel=1e-4
     )
 
 
@@ -132,3 +132,9 @@ def test_a_copy_for_another_exit_keeps_the_deeper_ones(target: Target) -> None:
     assert isinstance(other, JointExits)
     assert other.exits == [2, 3] and other.saved.settings == {"exits": [2, 3]}
     assert drafter.exits == [1, 3]
+
+
+@pytest.mark.parametrize("hidden", ["last", "uniform", "dynamic"])
+def test_a_batch_without_labels_distils_nothing(hidden: Any) -> None:
+    states = {layer: torch.zeros(0, 8, requires_grad=True) for layer in (1, 2, 3, 4)}
+    assert distil_states(states, 2, hidden).item() == 0
