@@ -35,7 +35,7 @@ def compare_groups(
     that were translated, what a question adds to all groups is no part of the error.
     """
     names = questions or {}
-    asked = {
+    names_by_group = {
         group: [name for name, row in zip(names.get(group, ()), sums) if row[1] > 0]
         for group, sums in groups.items()
     }
@@ -52,7 +52,7 @@ def compare_groups(
     num_pairs = len([*combinations(groups, 2)])
     residuals = {name: _find_influence(sums) for name, sums in groups.items()}
     freedom = sum(map(len, groups.values())) - len(groups)
-    if order := _pair_questions([asked[name] for name in groups]):
+    if order := _pair_questions([names_by_group[name] for name in groups]):
         blocks = np.stack([residuals[name][rows] for name, rows in zip(groups, order)])  # [G, P]
         residuals = dict(zip(groups, blocks - blocks.mean(0)))
         freedom = (len(blocks) - 1) * (blocks.shape[1] - 1)
@@ -69,14 +69,16 @@ def name_questions(ids: Sequence[str], group: str) -> list[str]:
     return [name.removesuffix(f"-{group.lower()}") for name in ids]
 
 
-def _pair_questions(asked: Sequence[Sequence[str]]) -> list[list[int]]:
+def _pair_questions(questions: Sequence[Sequence[str]]) -> list[list[int]]:
     """Return the rows of every group in one order of the questions; empty if the groups do not
     have the same questions, once each.
     """
-    first = sorted(asked[0])
-    if not first or any(sorted({*names}) != first or len(names) != len(first) for names in asked):
+    first = sorted(questions[0])
+    if not first or any(
+        sorted({*names}) != first or len(names) != len(first) for names in questions
+    ):
         return []
-    return [[names.index(question) for question in first] for names in asked]
+    return [[names.index(question) for question in first] for names in questions]
 
 
 def _find_influence(sums: Floats) -> Floats:

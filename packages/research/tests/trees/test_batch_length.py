@@ -23,13 +23,15 @@ def follow_paper(
     """Return the length of every round by algorithm 1, whose rounds accepted these drafts by row;
     no row accepts more than the length.
     """
-    length, state = first, 0
+    length = first
+    state = 0
     lengths = []
     for accepted in rounds:
         lengths.append(length)
         best = max(min(count, length) for count in accepted)
         if best == length:
-            length, state = min(length + increase, limit), 0
+            length = min(length + increase, limit)
+            state = 0
         else:
             length = max(1, best, length - math.ceil(length / shrink) - state)
             state = 1

@@ -90,16 +90,16 @@ def fit_forward_times(
         return None
     weights = 1 / np.asarray(seconds, dtype=np.float64)
 
-    def fit(ridge: float, growth: float) -> tuple[float, ForwardTimes]:
+    def fit_shape(ridge: float, growth: float) -> tuple[float, ForwardTimes]:
         features = np.stack([list_features(count, share, ridge, growth) for count in rows])
-        found, distance = nnls(features * weights[:, None], np.ones(len(rows)))
-        error = float(np.abs(features @ found * weights - 1).mean())
+        coefficients, distance = nnls(features * weights[:, None], np.ones(len(rows)))
+        error = float(np.abs(features @ coefficients * weights - 1).mean())
         return float(distance), ForwardTimes(
-            share, round(ridge, 4), growth, tuple(map(float, found)), round(error, 4)
+            share, round(ridge, 4), growth, tuple(map(float, coefficients)), round(error, 4)
         )
 
     ridges = np.geomspace(min(rows), 2 * max(rows), NUM_RIDGES)
-    fits = [fit(float(ridge), growth) for ridge, growth in product(ridges, GROWTHS)]
+    fits = [fit_shape(float(ridge), growth) for ridge, growth in product(ridges, GROWTHS)]
     return min(fits, key=lambda pair: pair[0])[1]
 
 
