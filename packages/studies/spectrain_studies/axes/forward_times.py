@@ -93,9 +93,10 @@ def fit_forward_times(
     def fit_shape(ridge: float, growth: float) -> tuple[float, ForwardTimes]:
         features = np.stack([list_features(count, share, ridge, growth) for count in rows])
         coefficients, distance = nnls(features * weights[:, None], np.ones(len(rows)))
+        fixed, by_row, by_share, by_load = map(float, coefficients)
         error = float(np.abs(features @ coefficients * weights - 1).mean())
         return float(distance), ForwardTimes(
-            share, round(ridge, 4), growth, tuple(map(float, coefficients)), round(error, 4)
+            share, round(ridge, 4), growth, (fixed, by_row, by_share, by_load), round(error, 4)
         )
 
     ridges = np.geomspace(min(rows), 2 * max(rows), NUM_RIDGES)
