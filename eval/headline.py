@@ -19,7 +19,7 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.fixed_trees import CHAIN, START
-from spectrain.eval.noise import SLACK, is_possible
+from spectrain.eval.noise import is_possible
 from spectrain.eval.throughput_model import MAX_LENGTH
 
 Summary = Mapping[str, Any]
@@ -125,12 +125,11 @@ def _explain_speed(entry: Summary) -> str:
     predicted = entry["speedup"].get("predicted")
     shares = entry.get("time_share") or {}
     timed = sum(shares.get(part, 0.0) for part in ("draft", "verify", "accept"))
-    if not predicted or not timed:
+    if not predicted or not timed or predicted >= length:
+        # A round takes more than a step: where it was timed to take less, other work slowed the
+        # steps down.
         return ""
     cost = length / predicted
-    if cost < 1 / SLACK:
-        # A round takes at least a step: other work slowed the steps down.
-        return ""
     free = length / (1 + cost * shares["draft"] / timed)
     return (
         f": a round makes {length:.2f} tokens and takes as long as {cost:.2f} steps without a "

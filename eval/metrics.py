@@ -18,7 +18,7 @@ import numpy as np
 from spectrain.data.chat import token_kinds
 from spectrain.data.chat_template import ChatTemplate, Kind
 from spectrain.decoding.generation import ROUND_PARTS, Generation
-from spectrain.eval.disparity import Disparity, compare_groups
+from spectrain.eval.disparity import Disparity, compare_groups, name_questions
 from spectrain.eval.intervals import Floats, Interval, interval, rounds_interval
 from spectrain.eval.kinds import (
     ROUND_GROUPS,
@@ -234,7 +234,11 @@ def measure_system(
         },
         **group_rounds(turns, template),
         "disparity": compare_groups(
-            {category: acceptance_columns(part) for category, part in categories.items()}
+            {category: acceptance_columns(part) for category, part in categories.items()},
+            {
+                category: name_questions(sorted({turn.id for turn in part}), category)
+                for category, part in categories.items()
+            },
         ),
     }
 
@@ -433,7 +437,9 @@ def predicted_speedup(turns: Sequence[Turn]) -> float | None:
     """Multiply acceptance length by a row's share of an autoregressive step over that of a round's
     draft, verify and accept.
 
-    None where the parts of a round were not timed, as by a server.
+    A round runs the target as a step does, and drafts besides. Where it was timed to take less,
+    the times differ by noise, and the prediction is the acceptance length. None where the parts of
+    a round were not timed, as by a server.
     """
     step = measure_step(turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
@@ -441,7 +447,7 @@ def predicted_speedup(turns: Sequence[Turn]) -> float | None:
         return 0.0
     parts = ("draft", "verify", "accept")
     cycle = sum(sum_shares(turns, part) for part in parts) / rounds
-    return pooled_acceptance(turns) * step / cycle if cycle else None
+    return pooled_acceptance(turns) * min(1.0, step / cycle) if cycle else None
 
 
 def measure_step(turns: Sequence[Turn]) -> float | None:

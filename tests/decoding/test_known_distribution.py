@@ -5,17 +5,61 @@ Enumerations prove one round. Here rounds follow one another, so a random number
 share is found too: with coins keyed by position alone, block verification fails with p below 1e-6.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from spectrain.decoding.acceptance import Match
+from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.trees import TreeBuilder
 from tests.installed import load_cases
+from tests.trees.test_every import FILES, make_builder
 
-from .known_target import CASES, Case
+from .known_target import CASES, Case, chain
 
 INSTALLED = load_cases(__name__)
 # Cases of installed packages, in which several parts work together.
 VARIANTS: list[Case] = INSTALLED.get("VARIANTS", [])
 # Those of them that decode one text at once, and three.
 SMALL_BATCHES: list[Case] = INSTALLED.get("SMALL_BATCHES", [])
+# Chains of the lengths that no other case has, for every rule that has one of 3.
+CHAINS = [
+    replace(case, name=f"{case.name[:-1]}{depth}", make_builder=chain(depth))
+    for case in CASES
+    if case.name.endswith("chain of 3")
+    for depth in (1, 2, 4)
+]
+
+
+def list_tree_cases() -> Iterator[Case]:
+    """List the trees of conf/tree as their files have them, by the rule that takes each: those of
+    most likely tokens, and those of drawn ones where a builder can draw.
+    """
+    for file in FILES:
+        if make_builder(file) is None:
+            continue
+        yield Case(f"match, tree={file.stem}", Match, lambda seed, file=file: make_builder(file))
+        drawn = make_builder(file, temperature=1.0)
+        if drawn is not None:
+            rule = SpeculativeSampling if drawn.traits.is_chain else RecursiveRejection
+            yield Case(
+                f"{rule.name}, tree={file.stem}",
+                rule,
+                lambda seed, file=file: seed_builder(file, seed),
+            )
+
+
+def seed_builder(file: Path, seed: int) -> TreeBuilder | None:
+    """Make a builder whose children are drawn, with this seed."""
+    builder = make_builder(file, temperature=1.0)
+    assert builder is not None
+    builder.seed = seed
+    return builder
+
+
+TREES = [*list_tree_cases()]
 # With fixed seeds a case always has the same p-value.
 LEVEL = 1e-4
 QUICK = {
@@ -39,9 +83,20 @@ def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
     assert fit.p_value > LEVEL, fit
 
 
+@pytest.mark.parametrize(
+    "case",
+    [case for case in (*TREES, *CHAINS) if not case.name.startswith("match")],
+    ids=lambda case: case.name,
+)
+def test_every_drawn_tree_has_the_targets_distribution(case: Case) -> None:
+    """A new tree is among them by itself."""
+    fit = case.test(case.sample(1_000, seed=0))
+    assert fit.p_value > LEVEL, fit
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", [*CASES, *VARIANTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *CHAINS, *TREES, *VARIANTS], ids=lambda case: case.name)
 def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None:
     fit = case.test(case.sample(10_000, seed))
     assert fit.p_value > LEVEL, fit

@@ -1,7 +1,9 @@
 """The surveys' throughput model of chains."""
 
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,43 @@ def test_alpha_counts_judged_tokens() -> None:
     assert model.expected_tokens == pytest.approx(expect_tokens(5 / 7, 3), abs=1e-3)
     batch = Turn("a", 0, "all", replace(plain, batch_size=4), replace(drafted, batch_size=4))
     assert fit_throughput_model([batch]) == model
+
+
+def test_the_glossary_has_the_formulas_that_a_score_prints() -> None:
+    """The glossary's formulas, computed from the alpha, c and gamma that the first lines print of a
+    trace, give the E[N], the V_SD and the best gamma that they print.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
+    tokens = re.search(r"E\[N\] = (\(1 - .+?\)) are", page)
+    speedup = re.search(r"V_SD = (E\[N\] / \(.+?\)) the", page)
+    assert tokens and speedup
+
+    def compute(alpha: float, c: float, gamma: float) -> tuple[float, float]:
+        numbers = {"alpha": alpha, "c": c, "gamma": gamma}
+        length = eval(tokens[1].replace("^", "**"), numbers)
+        formula = speedup[1].replace("E[N]", repr(length)).replace("gamma c", "gamma * c")
+        return length, eval(formula, numbers)
+
+    plain = make_generation([1] * 40, 0, {"verify": 40.0})
+    drafted = make_generation([1, 3, 4, 2, 4] * 4, 3, {"draft": 60 * 0.0625, "verify": 20.0})
+    turns = [Turn("a", 0, "all", plain, drafted)]
+    model = fit_throughput_model(turns)
+    assert model is not None
+    entry = {
+        "label": "chain of 3",
+        "acceptance_length": {"pooled": 2.8},
+        "speedup": {"ratio": 2.0},
+        "throughput_model": vars(model),
+    }
+    (sentence,) = list_throughput_models({**entry, "compared": {}})
+    alpha, c, gamma, length, measured, ratio, _, best, best_ratio = map(
+        float, re.findall(r"\d+\.?\d*", sentence.split(":", 1)[1])
+    )
+    assert (gamma, c, measured) == (3, 0.06, 2.8) and alpha == round(model.alpha, 2)
+    assert compute(model.alpha, 0.0625, 3) == pytest.approx((length, ratio), abs=0.006)
+    choices = {count: compute(model.alpha, 0.0625, count)[1] for count in range(33)}
+    assert best == max(choices, key=choices.__getitem__) not in (0, 32)
+    assert choices[int(best)] == pytest.approx(best_ratio, abs=0.006)
 
 
 def test_drafts_of_several_lengths_are_averaged() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count
+from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps, Width
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
@@ -21,6 +22,7 @@ from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain_research.shared.gated_masks import GatedMasks, MaskConfig
+from spectrain_research.shared.masks_in_trained_target import JointTraining, MasksInTrainedTarget
 from spectrain_research.shared.tree_masks import mask_rows
 
 from .transfer import StateTransfer, resolve_transfer_layer, transfer_states
@@ -119,3 +121,48 @@ class SpeculativeStreaming(TransferDrafter):
     here: one map for all streams, and a vector for each."""
 
     has_stream_vectors = True
+
+
+class FineTunedStreaming(MasksInTrainedTarget, SpeculativeStreaming):
+    """Speculative Streaming as the paper fine-tunes: the target learns the task and its streams in
+    one training (section 3.1, equation 3).
+
+    The loss is the cross-entropy of the next token, on ordinary tokens, + `streams_weight` times
+    that of the tokens that streams predict. LoRA, or all weights, of the target serve both; streams
+    have no LoRA of their own. The output is that of the fine-tuned target, token by token.
+    """
+
+    saved = SavedFiles(shape=("num_masks", "transfer_layer"))
+
+    def __init__(
+        self,
+        target: Target,
+        # Number of streams, which is the number of drafts.
+        num_masks: Steps = 3,
+        # Layer of the target at which the streams begin; null uses the middle layer.
+        transfer_layer: Count | None = None,
+        # How the target is trained: LoRA adapters in all its linears (lora), or all weights (full).
+        adapt: Literal["lora", "full"] = "lora",
+        # Rank of the LoRA adapters; their output is multiplied by 2, as alpha is twice the rank.
+        adapter_rank: Width = 16,
+        # Weight of the streams' loss relative to the target's own.
+        streams_weight: NotNegative = 1.0,
+        # Learning rate of the target as a multiple of trainer.lr.
+        target_lr_scale: Positive = 0.25,
+        # Seed of the prefixes that streams follow in training.
+        seed: Seed = 0,
+    ) -> None:
+        self.train_with_target(
+            JointTraining(adapt, adapter_rank, 2.0 * adapter_rank, streams_weight, target_lr_scale)
+        )
+        super().__init__(
+            target,
+            TransferConfig(
+                num_masks=num_masks,
+                transfer_layer=transfer_layer,
+                rank=0,
+                sampler=False,
+                consistency=0.0,
+                seed=seed,
+            ),
+        )

@@ -6,26 +6,17 @@ Shapes: B batch, T tokens, K masks, D target width.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from spectrain.config.values import NotNegative, Positive, Seed, Share, Steps, Width
-from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capabilities, SavedFiles
-from spectrain.drafters.layers.language_model_loss import language_model_loss
-from spectrain.drafters.step_cost import BatchShape, Run, StepCost
-from spectrain.features.batch import Batch
-from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.lora import TargetTraining
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.models.target import Target
 from spectrain_research.shared.gated_masks import MaskConfig
 from spectrain_research.shared.learned_masks import LearnedMasks
+from spectrain_research.shared.masks_in_trained_target import JointTraining, MasksInTrainedTarget
 
 
-class Space(LearnedMasks):
+class Space(MasksInTrainedTarget, LearnedMasks):
     """Mask tokens in the target, which is fine-tuned to fill them (semi-autoregressive
     fine-tuning), and no other drafter.
 
@@ -59,7 +50,9 @@ class Space(LearnedMasks):
         # Seed of the prefixes that masks follow in training.
         seed: Seed = 0,
     ) -> None:
-        self.target_training = TargetTraining(adapt, adapter_rank, adapter_alpha)
+        self.train_with_target(
+            JointTraining(adapt, adapter_rank, adapter_alpha, masks_weight, target_lr_scale)
+        )
         super().__init__(
             target,
             MaskConfig(
@@ -74,39 +67,3 @@ class Space(LearnedMasks):
                 seed=seed,
             ),
         )
-        self.masks_weight, self.target_lr_scale = masks_weight, target_lr_scale
-
-    def make_capabilities(self) -> Capabilities:
-        return replace(super().make_capabilities(), target_training=self.target_training)
-
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the masks near the mean embedding, and open the target's weights or add its
-        adapters.
-        """
-        super().prepare(target, token_counts)
-        self.target_training.start_training(target)
-
-    @property
-    def stages(self) -> list[Stage]:
-        adapted = {"params": self.target_training.parameters, "lr_scale": self.target_lr_scale}
-        return [Stage([{"params": list(self.parameters())}, adapted], ())]
-
-    def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the target over tokens and masks, and once more over the tokens
-        alone.
-        """
-        cost = super().step_cost(target, batch)
-        return replace(cost, runs=[*cost.runs, Run(target.layers, batch.tokens, batch.length)])
-
-    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        masks = super().loss(batch, target, state)
-        plan = ForwardPlan(
-            layers=("final",),
-            grad=torch.is_grad_enabled(),
-            recompute=state.recompute,
-            lengths=batch.lengths,
-        )
-        final = target.run(batch.tokens, plan).at_layer("final")[batch.next_is_supervised]
-        own_loss = language_model_loss(final, batch, target, self.target_training, False)
-        terms = {name: self.masks_weight * loss for name, loss in masks.terms.items()}
-        return replace(masks, terms={"language_model": own_loss, **terms})

@@ -7,13 +7,17 @@ texts and p-values; `captured`, `auto`, `retrieved`, `cascades` and `small` prin
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain as concatenate
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -44,6 +48,8 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain_research.cascade.drafter import Cascade
 from spectrain_research.controllers.builders import Thompson
 from spectrain_research.jacobi.drafter import Jacobi
+from spectrain_research.router.arms import Arm, Hedge
+from spectrain_research.router.drafter import NUM_TIMED_ROUNDS, DrafterRouter
 from spectrain_research.transport.linear_program import TruncatedLinearProgram
 from spectrain_research.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain_research.traversal.rule import Traversal
@@ -146,6 +152,27 @@ class CascadeOfTables(Cascade):
         self.qualify = qualify
         self.divergence = None
         self.layers = ()
+
+
+class RouterOfTables(DrafterRouter):
+    """Two tables, of which one drafts a round, or both vote. Its clock counts its readings."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, by: Literal["hedge", "bandit", "vote"]) -> None:
+        Drafter.__init__(self)
+        self.inner = nn.ModuleList([Table(), Table(OTHER_Q.log())])
+        self.by = by
+        self.score_every = 4
+        self.layers = ()
+        self.hedge = Hedge(2, 16)
+        self.arms = [Arm(self.hedge.fade, NUM_TIMED_ROUNDS) for _ in self.inner]
+        self.rng = np.random.default_rng(0)
+        self.clock = partial(next, count(0.0))
+        self.verify_seconds = deque(maxlen=NUM_TIMED_ROUNDS)
+        self.picks = []
+        self.scored_all = False
+        self.verified = None
 
 
 # Ways to decode
@@ -333,6 +360,17 @@ CASCADES = [
     }.items()
     for name, rule, builder in (*CORE, RULES[-2])
 ]
+CHOSEN = [
+    Case(
+        f"{name}; chosen by {by}",
+        rule,
+        builder,
+        lambda target, by=by: RouterOfTables(by),
+        batch_size=100,
+    )
+    for by in ("hedge", "bandit", "vote")
+    for name, rule, builder in RULES[:3]
+]
 WINDOWS = [
     Case(
         f"{rule.name}, Jacobi window of 3",
@@ -380,6 +418,7 @@ VARIANTS = [
     *RETRIEVED,
     *AUTO,
     *CASCADES,
+    *CHOSEN,
     *WINDOWS,
     *CAPTURED,
     *RESUMED,
@@ -405,6 +444,7 @@ if __name__ == "__main__":
         "auto": AUTO,
         "retrieved": RETRIEVED,
         "cascades": CASCADES,
+        "chosen": CHOSEN,
         "small": SMALL_BATCHES,
     }
     names = sys.argv[1:] or ["base", "variants"]

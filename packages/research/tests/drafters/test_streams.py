@@ -4,7 +4,7 @@ Streaming) and ensembles (PPD).
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from spectrain_research.hidden_transfer.drafter import (
+    FineTunedStreaming,
     HiddenTransfer,
     SpeculativeStreaming,
     TransferConfig,
@@ -36,6 +37,7 @@ from spectrain_research.shared.mask_drafter import MaskDrafter
 from spectrain_research.shared.tree_masks import end_probabilities
 from tests.decoding.rounds import begun, proposed
 from tests.factories import add_noise
+from tests.targets import cut_tiny
 
 MASKS = 3
 LIMIT = 12
@@ -178,6 +180,60 @@ def test_loss_is_that_of_every_prefix_alone(shallow: Target, kind: str) -> None:
             rtol=5e-3,
             atol=2e-3 * float(reference_gradient.abs().max()),
         )
+
+
+@pytest.mark.parametrize("adapt", ["full", "lora"])
+def test_fine_tuned_streams_share_their_target(
+    adapt: Literal["full", "lora"],
+) -> None:
+    """The loss is the text's cross-entropy and `streams_weight` times that of the streams, each
+    behind its prefix alone; all layers learn from the text, those from the transfer layer on also
+    from the streams."""
+    target = cut_tiny(2)
+    torch.manual_seed(3)
+    drafter = FineTunedStreaming(target, MASKS, 1, adapt, adapter_rank=2, streams_weight=0.5)
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    for parameter in drafter.target_training.parameters:
+        # The trainer does so for the parameters of a stage.
+        parameter.requires_grad_(True)
+    add_noise(drafter.parameters(), 0.5)
+    batch = make_conversations(19, 14)
+    states = make_reference(target, drafter)
+    weight = target.head.output.weight.detach()
+    text_loss = streams_loss = 0.0
+    for row, (tokens, mask) in enumerate(zip(batch.tokens.tolist(), batch.loss_mask.tolist())):
+        length = [19, 14][row]
+        text = target.features(batch.tokens[row : row + 1, :length], ("final",)).at_layer("final")
+        text_loss -= sum(
+            float((text[0, answer - 1] @ weight.T).log_softmax(-1)[tokens[answer]])
+            for answer in range(1, length)
+            if mask[answer]
+        )
+        terms = [
+            -float((state @ weight.T).log_softmax(-1)[tokens[end + 2 + j]].detach())
+            for end, size in drafter.prefixes(batch, 0)[row]
+            for j, state in enumerate(states(tokens[: end + 1], size))
+            if end + 2 + j < length and mask[end + 2 + j]
+        ]
+        assert len(terms) > 4
+        streams_loss += sum(mask) * sum(terms) / len(terms)
+    losses = drafter.loss(batch, target, TrainingState())
+    assert float(losses.terms["language_model"].detach()) == pytest.approx(text_loss, rel=1e-3)
+    assert float(losses.terms["masks"].detach()) == pytest.approx(0.5 * streams_loss, rel=1e-3)
+    assert {*losses.terms} == {"language_model", "masks"}
+    learning = [
+        {
+            name
+            for name, parameter in target.named_parameters()
+            if parameter.grad is not None and bool(parameter.grad.any())
+        }
+        for term in losses.terms.values()
+        if not target.zero_grad(set_to_none=True)
+        if not term.backward(retain_graph=True)
+    ]
+    for names in learning:
+        for layer in ("layers.0.", "layers.1."):
+            assert any(layer in name for name in names)
 
 
 def record_rounds(drafter: GatedMasks) -> list[tuple[list[int], Tensor]]:

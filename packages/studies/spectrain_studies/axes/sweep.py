@@ -32,10 +32,12 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.server_scores import simulate_load
 from spectrain.trees import Chain
+from spectrain_studies.axes.forward_times import find_expert_share, fit_forward_times
 from spectrain_studies.axes.points import (
     Axis,
     AxisPoint,
     Batch,
+    RoundTimes,
     find_crossover,
     measure_point,
     measure_rounds,
@@ -58,6 +60,7 @@ class AxisSweep(EvalExtension):
     engine: EngineChoice = "eager"
     batch_size: int = 1
     load: dict[str, Any] | None = field(default=None, init=False)
+    forward_times: dict[str, Any] | None = field(default=None, init=False)
     left_out: list[str] = field(default_factory=list, init=False)
 
     def prepare_systems(self, target: Target, systems: list[System], prompts: PromptLoader) -> None:
@@ -87,6 +90,8 @@ class AxisSweep(EvalExtension):
             "load": self.load,
             "left_out": self.left_out,
         }
+        if self.forward_times is not None:
+            axis["forward_times"] = self.forward_times
         write_axis(results.folder, axis)
         return {"axis": axis}
 
@@ -156,6 +161,9 @@ class BatchSweep(AxisSweep):
         is_fixed_chain = isinstance(builder, Chain) and not builder.decides_length
         num_tokens = builder.depth if is_fixed_chain else None
         self.load = simulate_load(list_times(timed), self.bound_ms, num_tokens)
+        share = find_expert_share(results.candidate.target)
+        rounds = {size: measure_rounds(batches) for size, (_, batches) in timed.items()}
+        self.forward_times = summarize_forward_times(rounds, share)
 
     def measure_sizes(
         self, results: Results, texts: Sequence[Turn]
@@ -228,6 +236,30 @@ def list_times(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> dict[str, Any
         "prefill_seconds": float(np.mean(prefill)),
         "answer_tokens": [len(run.output) for run in smallest],
         "text_rounds": [metrics.count_round_lengths([turn]) for turn in turns],
+    }
+
+
+def summarize_forward_times(times: dict[int, RoundTimes], share: float) -> dict[str, Any] | None:
+    """Fit the target's forward over its rows to the steps and rounds of all sizes of a batch, by
+    the share of the experts that a row chooses; None for too few sizes.
+    """
+    measured = [
+        pair
+        for size, each in times.items()
+        for pair in ((size, each.step_forward), (size * each.nodes, each.round_forward))
+    ]
+    rows, seconds = zip(*measured)
+    model = fit_forward_times(rows, seconds, share)
+    if model is None:
+        return None
+    nodes = float(np.mean([each.nodes for each in times.values()]))
+    best = model.find_best_batch(nodes, max(times))
+    return {
+        **asdict(model),
+        "nodes": round(nodes, 4),
+        "best_batch": best,
+        "largest": max(times),
+        "efficiency": round(model.estimate_efficiency(best, nodes), 4),
     }
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from spectrain.eval.columns import format_interval, format_milliseconds, known_interval
 from spectrain.eval.context import format_length
 from spectrain.eval.figures import COLORS, render_svg
+from spectrain_studies.axes.forward_times import describe_forward_times
 from spectrain_studies.axes.points import AXIS_LABELS
 
 Axes = Sequence[dict[str, Any]]
@@ -188,6 +189,8 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
     )
     if axis["over"] == "temperature":
         yield f"Rules and trees: {'; '.join(rules)}."
+    if fitted := axis.get("forward_times"):
+        yield from describe_forward_times(fitted)
     if axis["load"]:
         load = axis["load"]
         yield (
