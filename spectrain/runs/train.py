@@ -21,6 +21,7 @@ from spectrain.features.base import FeaturesRead, Source
 from spectrain.files import atomic_write, write_text
 from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
+from spectrain.output.streams import print_text
 from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
 from spectrain.training.checkpoints import (
@@ -101,7 +102,7 @@ def train(
     checkpoint = latest_checkpoint(run)
     if is_main:
         open_run(run, inputs.spec, inputs.facts, checkpoint)
-        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
+        print_text("\n".join([f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:]]))
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
@@ -119,10 +120,10 @@ def train(
         finally:
             message = inputs.source.close()
             if message is not None and is_main:
-                print(message, flush=True)
+                print_text(message)
         if is_main:
             if result.gain is not None:
-                print(f"{run}: {result.gain.describe()}", flush=True)
+                print_text(f"{run}: {result.gain.describe()}")
             save_trained(inputs, run, result)
             run_tracker.log_drafter(run / "drafter")
         if inputs.evaluation is not None:
@@ -351,9 +352,9 @@ def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
     results are.
     """
     if not spec.eval:
-        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
+        print_text(f"{run} is finished: its drafter is in {run / 'drafter'}")
     elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
-        print(f"{run} is finished and scored: see {run / 'eval'}")
+        print_text(f"{run} is finished and scored: see {run / 'eval'}")
     else:
         tracker = spec.tracker.build() if is_main else None
         step = read_last_step(run / METRICS_NAME)
