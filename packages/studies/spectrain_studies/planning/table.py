@@ -166,9 +166,10 @@ def print_simulation(console: Console, simulation: dict[str, Any] | None) -> Non
 
 def format_bytes(size: float) -> str:
     """Format bytes with three digits, in a unit of which there are less than a thousand."""
-    if size >= 1e12:
-        return f"{size / 1e12:.3g} TB"
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"
 
 
 def format_count(number: float) -> str:
