@@ -59,7 +59,7 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
     optional columns are left out, then the intervals.
     """
     columns = [*SYSTEM_COLUMNS]
-    while not fits(table := make_system_table(summary, columns), width):
+    while not fits_width(table := make_system_table(summary, columns), width):
         last = max(columns, key=lambda column: column.optional)
         if not last.optional:
             columns = [replace(column, interval=None) for column in columns]
@@ -68,7 +68,7 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
     return table
 
 
-def fits(table: Table, width: int) -> bool:
+def fits_width(table: Table, width: int) -> bool:
     """Tell whether a table needs no more characters than this."""
     return make_console(width=10 * WIDTH).measure(table).maximum <= width
 

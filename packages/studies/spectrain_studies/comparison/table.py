@@ -19,7 +19,7 @@ from spectrain.eval.columns import (
     list_short_labels,
 )
 from spectrain.eval.headline import count_prompts
-from spectrain.eval.report import fits, open_console
+from spectrain.eval.report import fits_width, open_console
 from spectrain_studies.axes.tables import axis_markdown, print_axis
 
 LEAST_COLUMNS = 4  # drafter, tree, tokens per forward, speedup
@@ -96,7 +96,7 @@ def comparison_table(comparison: dict[str, Any], width: int) -> tuple[Table, lis
             [titles[at] for at in shown],
             [[row[at] for at in shown] for row in rows],
         )
-        if len(shown) == LEAST_COLUMNS or fits(table, width):
+        if len(shown) == LEAST_COLUMNS or fits_width(table, width):
             return table, [titles[at] for at in shown]
         shown.pop()
 
