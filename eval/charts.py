@@ -105,15 +105,13 @@ def label_point(
 def list_gain_bars(acceptance: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any]]]]:
     """Return the bars of each fixed tree: the tree's label, and names with tokens per forward.
 
-    acceptance: the entry of summary.json, by tree. The last drafter before this one is the one
-    before training; where it has a fitted start, the untrained one is without the fit.
+    acceptance: the entry of summary.json, by tree. The first one is untrained; where the training
+    fitted its first weights, its start is the drafter after the fit.
     """
     groups = []
     for entry in acceptance.values():
         drafters = entry["drafters"]
-        names = BAR_NAMES | (
-            {UNTRAINED: "without the fit"} if START in drafters else {UNTRAINED: BAR_NAMES[START]}
-        )
+        names = BAR_NAMES | ({START: "after the fit"} if UNTRAINED in drafters else {})
         order = (UNTRAINED, START, DRAFTER, "shipped")
         bars = [(names[name], drafters[name]) for name in order if name in drafters]
         groups.append((entry["label"], bars))

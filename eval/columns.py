@@ -5,6 +5,7 @@ that system's entry in summary.json; a column of a run reads a row of comparison
 value is an empty cell.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,11 +55,11 @@ def known_interval(interval: Sequence[float] | None) -> tuple[float, float] | No
 
 
 def format_speedup(speedup: Entry, unit: str = "") -> str:
-    """Format a speedup; an impossible one is not shown, and one that may not be quoted is marked
-    with "?".
+    """Format a speedup; one that may not be quoted is marked with "?", which stands alone for an
+    impossible one.
     """
     if not is_possible(speedup):
-        return "not to be quoted"
+        return "?"
     return f"{speedup['ratio']:.2f}{unit}" + ("" if speedup.get("quotable", True) else "?")
 
 
@@ -115,8 +116,9 @@ class Column:
     # Tables of a comparison that have this column; an evaluation's table, report.html and trackers
     # show every column.
     shown_in: tuple[ComparisonTable, ...] = ()
-    # Whether an evaluation's table of 80 columns has it. That table is full.
-    is_in_narrow: bool = True
+    # Which column an evaluation's table leaves out first where its names would wrap: the one with
+    # the largest number. 0 is never left out.
+    optional: int = 0
 
     def cell(self, entry: Entry) -> str:
         """Return the text of an entry's value."""
@@ -159,6 +161,7 @@ SYSTEM_COLUMNS = (
         "tokens/s",
         lambda rate: f"{rate:.1f}",
         "Decoded tokens per second, without the time to read the prompt.",
+        optional=2,
         logged={
             "tokens_per_second": "tokens_per_second.drafted",
             "tokens_per_second_autoregressive": "tokens_per_second.autoregressive",
@@ -185,7 +188,7 @@ SYSTEM_COLUMNS = (
         "Tokens per forward x time of one autoregressive step / time of one drafted round, which "
         "counts as a step where it was timed to take less.",
         shown_in=("markdown",),
-        is_in_narrow=False,
+        optional=3,
     ),
     Column(
         "lossless",
@@ -193,6 +196,7 @@ SYSTEM_COLUMNS = (
         format_identical,
         "Answers that equal the target's own, token by token. For a rule that is lossless in "
         "distribution alone, eval.check=distribution compares the distribution.",
+        optional=1,
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
         shown_in=("terminal", "markdown"),
     ),
@@ -417,6 +421,19 @@ def label_row(entry: Entry) -> str:
     if not rounds or get_value(entry, "tree.undrafted_share") is None:
         return label
     return f"{label}; {entry['drafted_rounds'] / rounds:.0%} of the rounds drafted"
+
+
+def list_short_labels(entries: Sequence[Entry]) -> list[str]:
+    """Return the labels of a terminal's rows: without the largest number of nodes where the others
+    differ, and with the share of the rounds that drafted in two words.
+    """
+    labels = [str(entry.get("label") or "drafter") for entry in entries]
+    short = [re.sub(r", up to \d+ nodes", "", label) for label in labels]
+    names = short if len({*short}) == len({*labels}) else labels
+    return [
+        name + label_row(entry)[len(label) :].replace(";", ",").replace(" of the rounds", "")
+        for name, label, entry in zip(names, labels, entries)
+    ]
 
 
 def choose_fastest(summary: Entry) -> str | None:

@@ -55,7 +55,8 @@ def describe_training_gain(summary: Summary) -> Iterator[str]:
     before = drafters[gain["over"]]["pooled"]
     yield (
         f"Training took tokens per forward from {format_number(before)} to {format_number(after)} "
-        f"({where}): {format_gain(gain)}{_describe_steps(entry, gain)}."
+        f"({where}): {format_gain(gain)}{'' if is_certain(gain) else ', which is uncertain'}"
+        f"{_describe_steps(entry, gain)}."
     )
 
 
@@ -73,8 +74,13 @@ def _describe_steps(entry: Summary, gain: Summary) -> str:
         f"; the fit reached {format_number(start)}, and the steps after it made "
         f"{own['ratio']:.2f} times that{f' (95 % {interval})' if interval else ''}"
     )
-    is_certain = ends is not None and (ends[0] > 1 or ends[1] < 1)
-    return text if is_certain else f"{text}, which is uncertain"
+    return text if is_certain(own) else f"{text}, which is uncertain"
+
+
+def is_certain(gain: Summary) -> bool:
+    """Tell whether the interval of a ratio leaves out 1."""
+    ends = gain["ci95"]
+    return ends is not None and (ends[0] > 1 or ends[1] < 1)
 
 
 def format_gain(gain: Summary) -> str:

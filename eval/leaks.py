@@ -9,6 +9,7 @@ from spectrain.data.datastore import Datastore, hash_phrases, hash_text
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt
+from spectrain.output.streams import print_text
 
 MIN_ANSWER = 16  # tokens of an answer from which on an equal one is no chance
 NEAR_DUPLICATE = 0.5  # share of a prompt's phrases in the store
@@ -37,7 +38,7 @@ def check_no_leak(store: Datastore, prompts: Sequence[Prompt], setting: dict[str
     the near duplicates.
     """
     facts = refuse_prompts(store, prompts)
-    print(
+    print_text(
         f"check for leaks: {facts['near_duplicates']} of {len(prompts)} prompts resemble a "
         f"question of the answers that retrieval copies from ({store.folder})"
     )

@@ -55,10 +55,14 @@ def describe_acceptance(summary: Summary) -> Iterator[str]:
             before, after = (
                 format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER)
             )
+            is_fitted = gain["over"] == START and UNTRAINED in drafters
             name = "before training" if gain["over"] == START else UNTRAINED
-            text += f"{name} {before}, this drafter {after}: {format_gain(gain)}"
-            if gain["over"] == START and UNTRAINED in drafters:
-                text += f"; without the fit {format_length_with_ends(drafters[UNTRAINED])}"
+            text += (
+                f"{'after the fit' if is_fitted else name} {before}, this drafter {after}: "
+                f"{format_gain(gain)}"
+            )
+            if is_fitted:
+                text += f"; untrained {format_length_with_ends(drafters[UNTRAINED])}"
         if "shipped" in drafters:
             text += f"; shipped drafter {format_length_with_ends(drafters['shipped'])}"
         yield text + "."

@@ -1,6 +1,7 @@
 """The table that `spectrain eval` prints, and an answer with its drafted tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,8 +11,9 @@ from rich.text import Text
 
 from spectrain.eval.columns import (
     SYSTEM_COLUMNS,
+    Column,
     autoregressive_entries,
-    label_row,
+    list_short_labels,
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
@@ -21,6 +23,8 @@ from spectrain.output.console import make_console
 from spectrain.output.verbosity import shows_notes
 
 WIDTH = 100  # characters of a printed line
+# Characters of a name in a table: longer ones wrap, and one is never narrower.
+MAX_NAME, MIN_NAME = 28, 16
 
 
 def open_console() -> Console:
@@ -51,9 +55,26 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
 
 
 def system_table(summary: dict[str, Any], width: int) -> Table:
-    """Return a table with a row for each system; on a narrow terminal some columns are
-    left out, so that names need no three lines.
+    """Return a table with a row for each system. Where names would wrap in this many characters,
+    optional columns are left out, then the intervals.
     """
+    columns = [*SYSTEM_COLUMNS]
+    while not fits_width(table := make_system_table(summary, columns), width):
+        last = max(columns, key=lambda column: column.optional)
+        if not last.optional:
+            columns = [replace(column, interval=None) for column in columns]
+            return make_system_table(summary, columns)
+        columns.remove(last)
+    return table
+
+
+def fits_width(table: Table, width: int) -> bool:
+    """Tell whether a table needs no more characters than this."""
+    return make_console(width=10 * WIDTH).measure(table).maximum <= width
+
+
+def make_system_table(summary: dict[str, Any], columns: Sequence[Column]) -> Table:
+    """Return a table of these columns, whose names need at most `MAX_NAME` characters."""
     setting = summary["setting"]
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
@@ -67,16 +88,23 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
         pad_edge=False,
         padding=0,
     )
-    is_narrow = width < WIDTH
-    columns = [column for column in SYSTEM_COLUMNS if column.is_in_narrow or not is_narrow]
-    table.add_column("", overflow="fold")
+    entries = [*autoregressive_entries(summary), *list_systems(summary).values()]
+    labels = list_short_labels(entries)
+    has_shares = any(label.endswith("% drafted") for label in labels)
+    longest = max((len(label) for label in labels if len(label) <= MAX_NAME), default=MAX_NAME)
+    table.add_column(
+        "% drafted: share of rounds\nin which it drafted" if has_shares else "",
+        overflow="fold",
+        min_width=min(longest, MIN_NAME),
+        max_width=longest,
+    )
     for column in columns:
         for title in (
-            column.title.replace(" per ", "\nper\n" if is_narrow else " per\n"),
+            column.title.replace(" per ", "\nper\n"),
             *(["95 %"] if column.interval else []),
         ):
             table.add_column(title, justify="right", no_wrap=True)
-    for entry in (*autoregressive_entries(summary), *list_systems(summary).values()):
+    for label, entry in zip(labels, entries):
         cells = [
             text
             for column in columns
@@ -85,7 +113,7 @@ def system_table(summary: dict[str, Any], width: int) -> Table:
                 *([column.interval_cell(entry)] if column.interval else []),
             )
         ]
-        table.add_row(label_row(entry), *cells)
+        table.add_row(label, *cells)
     return table
 
 

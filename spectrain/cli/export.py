@@ -41,6 +41,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write, refuse_nonempty
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
+from spectrain.output.streams import print_text
 from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
 from spectrain.servers.advice import list_engine_advice
@@ -114,7 +115,7 @@ def report_export(
     """Print lines about what was written, upload it where that was asked for, and return the
     folder."""
     with result_output():
-        print("\n".join(lines))
+        print_text("\n".join(lines))
     address = None if push is None else upload(folder, push.name, push.private)
     if address is not None:
         with result_output():
@@ -334,7 +335,7 @@ def lint_command(run: str, target: GroupSpec | None = None) -> None:
     warnings = format_count(len(results) - errors, "warning")
     if errors:
         raise RunError(f"{directory} ({title}): {format_count(errors, 'error')}, {warnings}")
-    print(f"{directory} ({title}): no error, {warnings}")
+    print_text(f"{directory} ({title}): no error, {warnings}")
 
 
 def resolve_directory(run: Any) -> Path:

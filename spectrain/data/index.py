@@ -9,6 +9,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.copying.suffixes import MAX_MATCH
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, require_writable
+from spectrain.output.streams import print_text
 from spectrain.output.verbosity import print_json
 from spectrain.provenance import collect_provenance
 
@@ -35,7 +36,7 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
         size = index_dataset(reader, dataset, model.tokenizer, scratch)
     count = len(reader.load_conversations())
     print_json({"out": str(out), "data": reader.name, "conversations": count, "tokens": size})
-    print(f"{size} tokens of {count} conversations, {reader.name}, written to {out}")
+    print_text(f"{size} tokens of {count} conversations, {reader.name}, written to {out}")
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:

@@ -12,6 +12,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
+from spectrain.output.streams import print_text
 from spectrain.output.verbosity import print_json, result_output
 
 from .base import BatchRequest, FeatureServer, FeaturesRead, Source, StateCapture
@@ -66,7 +67,7 @@ def capture_features(spec: RunSpec) -> None:
             "is never written; choose another folder"
         )
     if accelerator.is_main_process:
-        print(message, flush=True)
+        print_text(message)
     if capture is None:
         batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
         run_batches(
@@ -89,7 +90,7 @@ def capture_features(spec: RunSpec) -> None:
     if accelerator.is_main_process:
         print_json(describe_store(store))
         with result_output():
-            print(f"{store.path}: complete; train with source=store source.path={store.path}")
+            print_text(f"{store.path}: complete; train with source=store source.path={store.path}")
 
 
 def describe_store(store: FeatureStore) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def verify_store(path: str | None, drop: bool) -> None:
             "of another store"
         )
     print_json(describe_store(store))
-    print(
+    print_text(
         f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, "
         f"{len(store.shard_names)} sequences, layers {format_layers(store.layers)} in "
         f"{store.contents.dtype}"

@@ -40,6 +40,7 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, try_lock, write_text
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+from spectrain.output.streams import print_text
 
 from .base import FeatureCache
 from .store_contents import FORMAT_VERSION, SCALED_DTYPES, StoreContents, read_manifest
@@ -286,11 +287,10 @@ class FeatureStore(FeatureCache):
         keys = [key for key, shard_name in self.shard_names.items() if shard_name == name]
         self.damaged_files.append(file)
         outcome = "will be captured again" if self.repair else "count as not stored"
-        print(
+        print_text(
             f"{self.path / file}: {reason}; "
             + (f"its {len(keys)} sequences " if keys else "what it held ")
             + outcome,
-            flush=True,
         )
         self.shards.pop(name, None)
         for key in keys:

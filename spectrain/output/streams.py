@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -92,6 +94,26 @@ def clean_output() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+def wrap_words(text: str, stream: TextIO) -> str:
+    """Break the lines of a text between words where a terminal would break them inside of one; a
+    word that is longer than a line, as a command's path may be, stays whole.
+    """
+    if not stream.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        if len(line) > columns
+        else line
+        for line in text.split("\n")
+    )
+
+
+def print_text(text: str) -> None:
+    """Print what is to be read, in lines that fit a terminal."""
+    print(wrap_words(text, sys.stdout), flush=True)
+
+
 def print_warning(sentence: str) -> None:
     """Print a sentence on the error stream, with the name of the program before it."""
-    print(f"spectrain: {sentence}", file=sys.stderr, flush=True)
+    print(wrap_words(f"spectrain: {sentence}", sys.stderr), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
 from spectrain.errors import SIGNAL_STATUS, RunError, RunInterrupted, UserError
+from spectrain.output.streams import print_text
 from spectrain.output.verbosity import print_json, result_output
 from spectrain.provenance import collect_provenance
 
@@ -256,14 +257,13 @@ class Regeneration:
             }
         )
         with result_output():
-            print(
+            print_text(
                 f"{shards.folder}: {rows} of {manifest['conversations']} conversations in "
                 f"{len(records)} shards, {num_cut} with an answer cut"
                 + (f", {ended} that end at a tool call without a recorded result" if ended else "")
                 + (f"; {kinds}, listed in {shards.folder / 'failed'}" if kinds else "")
                 + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
                 + f"; {progress.summary_line}",
-                flush=True,
             )
         total = rows + sum(counts.values())
         if total and (not rows or counts.get("failed", 0) > self.max_failed * total):
@@ -291,12 +291,11 @@ def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
     """Print the names of missing or corrupt shards, and how many are to be written."""
     for name, fault in faults.items():
         if fault != "unfinished":
-            print(f"{shards.folder / name}: {fault}", flush=True)
+            print_text(f"{shards.folder / name}: {fault}")
     num_complete = len(shards.shard_names) - len(faults)
-    print(
+    print_text(
         f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are complete, "
         f"{len(faults)} to write",
-        flush=True,
     )
 
 

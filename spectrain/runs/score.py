@@ -23,6 +23,7 @@ from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, make_folder_once, require_writable
 from spectrain.models.target import Target
+from spectrain.output.streams import print_text
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
@@ -131,7 +132,7 @@ class RunScoring:
         trained_with = load_facts(self.run, "chat_template")
         scored_with = self.target.template.facts()
         if trained_with is not None and trained_with != scored_with:
-            print(
+            print_text(
                 f"chat template: the drafter was trained with {describe_template(trained_with)}, "
                 f"and is scored with {describe_template(scored_with)}"
             )
@@ -187,7 +188,7 @@ def write_score(folder: Path, measure: Callable[[Path], dict[str, Any]]) -> dict
     with atomic_write(folder, folder=True) as scratch:
         summary = measure(scratch)
         archive_earlier(folder)
-    print(f"written to {folder}")
+    print_text(f"written to {folder}")
     return summary
 
 

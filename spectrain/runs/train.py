@@ -22,6 +22,7 @@ from spectrain.features.base import FeatureServer, FeaturesRead, Source
 from spectrain.files import atomic_write, write_text
 from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
+from spectrain.output.streams import print_text
 from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
 from spectrain.training.checkpoints import (
@@ -85,7 +86,7 @@ def train_and_score(
         # The first process holds the lock of the folder until the stack is closed.
         run = decide_once(accelerator, lambda: choose_folder(spec, stack))
         if (result := describe_result(spec, run)) is not None:
-            print(result)
+            print_text(result)
         else:
             tracker = spec.tracker.build() if accelerator.is_main_process else None
             # A run without a score may have its drafter.
@@ -131,10 +132,10 @@ def train(
     finally:
         message = inputs.source.close()
         if message is not None and is_main:
-            print(message, flush=True)
+            print_text(message)
     if is_main:
         if result.gain is not None:
-            print(f"{run}: {result.gain.describe()}", flush=True)
+            print_text(f"{run}: {result.gain.describe()}")
         save_trained(inputs, run, result)
         tracker.log_drafter(run / "drafter")
     if inputs.evaluation is None:
@@ -289,7 +290,7 @@ def open_run(inputs: TrainingInputs, run: Path, accelerator: Accelerator) -> int
     checkpoint = latest_checkpoint(run)
     if accelerator.is_main_process:
         write_settings(run, inputs.spec, inputs.facts, checkpoint)
-        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
+        print_text("\n".join([f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:]]))
     wait_for_loading(accelerator, run)
     return 0 if checkpoint is None else checkpoint_step(checkpoint)
 

@@ -17,6 +17,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.output.count_progress import CountProgress
+from spectrain.output.streams import print_text
 
 from .parallel.base import ParallelStrategy
 from .progress import RunProgress
@@ -107,14 +108,13 @@ def fit_initial_weights(
         return None
     if parallel.num_processes > 1 and source.stores_features:
         if parallel.is_main:
-            print(
+            print_text(
                 "the initial weights are not fitted: several processes would each store the same "
                 "features",
-                flush=True,
             )
         return None
     if parallel.is_main:
-        print(f"fitting the initial weights to up to {fit.num_tokens} tokens", flush=True)
+        print_text(f"fitting the initial weights to up to {fit.num_tokens} tokens")
     start_time = time.monotonic()
     drafter.to(parallel.device)
     # What a source generates depends on a drafter that drafts already; the fit reads the texts of
@@ -141,19 +141,16 @@ def fit_initial_weights(
         raise RunError(f"{error}; {how}") from error
     if not fitted.batches:
         if parallel.is_main and chosen:
-            print(
+            print_text(
                 f"the initial weights are not fitted: solving takes {speed.solving:.0f} s, and "
                 f"trainer.max_minutes leaves {FIT_SHARE:.0%} of its time for that",
-                flush=True,
             )
         return None
     fit.run(drafter, fitted.batches, target)
     parallel.copy_from_first(drafter)
     if parallel.is_main:
         seconds = time.monotonic() - start_time
-        print(
-            f"initial weights fitted to {fitted.num_tokens} tokens in {seconds:.0f} s", flush=True
-        )
+        print_text(f"initial weights fitted to {fitted.num_tokens} tokens in {seconds:.0f} s")
     return fitted.position
 
 

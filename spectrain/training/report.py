@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from spectrain.output.streams import print_text
+
 from .metrics import METRICS_NAME, MetricsFile, Tracker, TrainingProgress
 from .run import TrainingRun
 
@@ -50,11 +52,10 @@ class TrainingReport:
             interval = (
                 "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
             )
-            print(
+            print_text(
                 f"start, before step 1: {history.start:.3f} tokens per forward over "
                 f"{history.num_places:,} held-out positions{interval}, measured in "
-                f"{history.newest_seconds:.1f} s",
-                flush=True,
+                f"{history.newest_seconds:.1f} s"
             )
 
     def record_step(self) -> None:

@@ -22,7 +22,7 @@ from spectrain.features.loss_window import sample_loss_windows
 from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
-from spectrain.output.streams import print_warning
+from spectrain.output.streams import print_text, print_warning
 
 from .adapters import merge_adapters, select_stage_groups
 from .checkpoint_writer import CheckpointWriter
@@ -152,7 +152,7 @@ class TrainingRun(RunProgress):
         named = {name: p for name, p in self.named_parameters().items() if id(p) in trained}
         self.rates = choose_rates(named, {name for name in named if self._is_trained_before(name)})
         if self.rates and self.parallel.is_main:
-            print(describe_rates(self.rates), flush=True)
+            print_text(describe_rates(self.rates))
 
     def _is_trained_before(self, name: str) -> bool:
         """Tell whether a parameter had a meaning before this training: the target's, and those
@@ -279,10 +279,9 @@ class TrainingRun(RunProgress):
         was_chosen = self.threads.is_chosen
         self.threads.record_step(seconds, max(1, tokens))
         if self.threads.is_chosen and not was_chosen:
-            print(
+            print_text(
                 "threads of a training step, by measured times per token: "
                 f"{self.threads.describe()}",
-                flush=True,
             )
 
     def _stage_number(self, step: int) -> int:
@@ -404,11 +403,10 @@ class TrainingRun(RunProgress):
         )
         self.recording_seconds = time.perf_counter() - began
         if self.held_out is not None and self.parallel.is_main:
-            print(
+            print_text(
                 f"validation: up to {self.held_out.num_places:,} drafts after "
                 f"{self.held_out.num_roots:,} tokens of {len(self.held_out.sources)} held-out "
                 f"answers, which the target wrote in {self.recording_seconds:.1f} s",
-                flush=True,
             )
 
     def plan_validations(self) -> None:

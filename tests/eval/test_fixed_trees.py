@@ -124,7 +124,7 @@ def test_the_gain_is_over_the_start_of_the_training(shallow: Target, tmp_path: P
         drafters["drafter"]["pooled"] / drafters["start"]["pooled"], abs=1e-3
     )
     sentence = next(describe_acceptance(summary))
-    assert "before training" in sentence and "without the fit" in sentence
+    assert "after the fit" in sentence and "untrained" in sentence
 
 
 def make_summary(ratios: dict[str, float], quotable: bool = True) -> dict[str, Any]:
@@ -212,6 +212,9 @@ def test_the_first_sentence_counts_what_training_gained() -> None:
     lengths |= {"start": 1.5}
     first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
     assert first.endswith("all of it is the fit of the initial weights.")
+    lengths |= {"untrained": 1.45}
+    first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
+    assert "1.03 times (95 % 0.93 to 1.13), which is uncertain; all of it" in first
     lengths = {"drafter": 1.5, "start": 1.25}
     first = describe_headline({**summary, "acceptance": make_acceptance(**lengths)})[0]
     assert (

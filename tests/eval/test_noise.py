@@ -78,7 +78,7 @@ def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
         and "exceeds the tokens per forward (1.43)" in judgement["reason"]
         and judgement["at_most"] == 1.4286
     )
-    assert format_speedup(judgement) == "not to be quoted" and not is_possible(judgement)
+    assert format_speedup(judgement) == "?" and not is_possible(judgement)
     quiet = [make_turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
     judgement = judge_ratio(1.21, [1.2, 1.3], quiet, QUIET)
     assert (

@@ -424,6 +424,59 @@ def test_numbers_stand_next_to_names_on_a_phone(
     page.close()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_long_prompts_and_other_scripts_are_readable(
+    browser: Browser, folders: dict[str, Path], tmp_path: Path, size: str
+) -> None:
+    """A long prompt scrolls in a box of its own, which the keyboard reaches; Arabic is read from
+    the right, and nothing makes the page wider.
+    """
+    shutil.copytree(folders["eagle3"], tmp_path / "long")
+    lines = read_lines(folders["eagle3"], "drafts.jsonl")
+    arabic = "\u0644\u0645\u0627\u0630\u0627 \u0627\u0644\u0633\u0645\u0627\u0621"
+    lines[0]["prompt"] = "x" * 900 + " The bees know the way." * 90
+    lines[1] |= {"prompt": arabic, "pieces": [arabic, *lines[1]["pieces"][1:]]}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "long" / "drafts.jsonl").write_text(text)
+    write_report(tmp_path / "report.html", [tmp_path / "long"])
+    page, _ = open_page(browser, tmp_path / "report.html", size)
+    boxes = page.locator(".prompt")
+    height, shown, whole = boxes.first.evaluate(
+        "box => [box.offsetHeight, box.clientHeight, box.scrollHeight]"
+    )
+    assert height < 250 and whole > 2 * shown
+    boxes.first.focus()
+    page.keyboard.press("End")
+    page.wait_for_function("document.querySelector('.prompt').scrollTop > 0")
+    for texts in (boxes, page.locator(".answer")):
+        direction = texts.nth(1).evaluate("text => getComputedStyle(text).direction")
+        assert direction == "rtl"
+        assert texts.nth(0).evaluate("text => getComputedStyle(text).direction") == "ltr"
+    assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+def test_a_number_is_not_broken_on_a_phone(
+    browser: Browser, folders: dict[str, Path], name: str
+) -> None:
+    """Each value stands on one line, whatever its title is, and every row has values."""
+    page, _ = open_page(browser, folders[name] / "report.html", "phone")
+    lines = page.evaluate(
+        """() => Array.from(document.querySelectorAll('.stack .value'))
+            .filter(value => value.getClientRects().length && value.textContent)
+            .map(value => {
+                const range = document.createRange();
+                range.selectNodeContents(value.firstChild);
+                return range.getClientRects().length;
+            })"""
+    )
+    assert len(lines) > 10 and {*lines} == {1}
+    for row in page.locator(".depths tbody tr").all():
+        assert row.locator("td:visible").count()
+    page.close()
+
+
 # The contrast of each shown text with what is behind it, by the formula of WCAG 2.
 CONTRASTS = """() => {
     const canvas = document.createElement('canvas').getContext('2d');
@@ -519,12 +572,12 @@ def test_before_and_after_stand_side_by_side(
     page, _ = open_page(browser, tmp_path / "report.html", "desktop")
     texts = page.locator(".gain text").all_text_contents()
     own = f"{drafters['drafter']['pooled']:.2f}"
-    assert {"chain of 3", "before training", "1.01", "this drafter", own} <= {*texts}
+    assert {"chain of 3", "untrained", "1.01", "this drafter", own} <= {*texts}
     page.close()
     drafters["start"] = {"pooled": 1.2, "ci95": None}
     (chain, bars), *_ = list_gain_bars(summary["acceptance"])
     assert chain == "chain of 3"
-    assert [name for name, _ in bars] == ["without the fit", "before training", "this drafter"]
+    assert [name for name, _ in bars] == ["untrained", "after the fit", "this drafter"]
 
 
 @pytest.mark.parametrize("size", SIZES)

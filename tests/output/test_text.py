@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from spectrain.cli import main as command_line
 from spectrain.errors import RunError, UserError
 from spectrain.output.console import make_console
-from spectrain.output.streams import CleanStream, clean_output
+from spectrain.output.streams import CleanStream, clean_output, print_text, print_warning
 from spectrain.output.text import clean_text, escape_controls, mask_secrets, mask_settings
 from spectrain.training.metrics import Tracker, track_run
 
@@ -195,6 +195,36 @@ def test_the_end_of_colours_alone_passes_to_a_terminal() -> None:
     ):
         CleanStream(stream).write(text)
         assert stream.getvalue() == expected
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100])
+def test_sentences_break_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """A path stays whole, and a file gets every sentence in one line."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    path = "runs/" + "deep/" * 12
+    sentence = f"nothing has followed this run; start with the command spectrain follow run={path}"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for make, is_terminal in ((Terminal, True), (io.StringIO, False)):
+        out, err = make(), make()
+        with redirect_stdout(out), redirect_stderr(err):
+            print_text(f"short\n{sentence}")
+            print_warning(sentence)
+        for shown, text in (
+            (out.getvalue(), f"short\n{sentence}"),
+            (err.getvalue(), f"spectrain: {sentence}"),
+        ):
+            lines = shown.splitlines()
+            assert " ".join(lines) == text.replace("\n", " ")
+            assert len(lines) == text.count("\n") + 1 or is_terminal
+            if is_terminal:
+                assert all(len(line) <= columns for line in lines if path not in line)
+                assert max(map(len, lines)) < len(sentence)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ SERVER_MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("taken", "choose another folder"),
     ),
     "a flag that follow lacks": (
-        ("follow", "run=taken", "server=vllm", "--json"),
-        ("--json", "no such flag"),
+        ("follow", "run=taken", "server=vllm", "--notes"),
+        ("--notes", "no such flag"),
     ),
     "follow, a setting misspelt": (
         ("follow", "run=taken", "server=vllm", "follow.lisen=x"),

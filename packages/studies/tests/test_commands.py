@@ -155,7 +155,7 @@ def test_a_dry_run_plans_before_it_shows_samples(tmp_path: Path) -> None:
         f"run={tmp_path / 'new'}",
     ]
     printed = run("train", *words, "--dry-run")
-    assert printed.index("GB") < printed.index("sample 1: ")
+    assert printed.index("of memory a device") < printed.index("sample 1: ")
     # A dry run times no steps, and a GPU's rate says nothing about a CPU.
     assert torch.cuda.is_available() or "TFLOP/s" not in printed
     assert not [*tmp_path.iterdir()]
@@ -163,8 +163,8 @@ def test_a_dry_run_plans_before_it_shows_samples(tmp_path: Path) -> None:
 
 def test_sizes_and_times_have_units_that_fit() -> None:
     """Terabytes and minutes stand where gigabytes and hours would need exponents."""
-    assert [format_bytes(size) for size in (5e6, 2.5e9, 9.99e11, 6.55e12)] == [
-        *("5 MB", "2.5 GB", "999 GB", "6.55 TB")
+    assert [format_bytes(size) for size in (5e6, 1.49e7, 9.999e8, 2.5e9, 9.99e11, 6.55e12)] == [
+        *("5 MB", "14.9 MB", "1 GB", "2.5 GB", "999 GB", "6.55 TB")
     ]
     assert [format_hours(hours) for hours in (0.0982, 1.0, 2.38)] == [
         *("5.9 minutes", "1 hour", "2.38 hours")

@@ -11,6 +11,8 @@ from spectrain.config.build import GroupSpec, to_containers
 from spectrain.config.resolve import LowerLayers
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import RunError, UserError
+from spectrain.output.streams import print_text
+from spectrain.output.verbosity import print_json
 from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.folder import require_drafter_directory
 
@@ -78,13 +80,13 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
         follower.swapper.thread = thread
         loop = threading.Thread(target=follower.run, name="follower", daemon=True)
         loop.start()
-        print(describe_traffic(follower), flush=True)
-        print(
-            f"metrics are at http://{settings.listen}/metrics, and a page is at "
-            f"http://{settings.listen}/follow",
-            flush=True,
+        addresses = list_addresses(follower)
+        print_json(addresses)
+        print_text(describe_traffic(follower))
+        print_text(
+            f"metrics are at {addresses['metrics']}, and a page is at {addresses['page']}; both "
+            f"need the control key, which is in {VARIABLE} or in {key_path()}"
         )
-        print(f"both need the control key, which is in {VARIABLE} or in {key_path()}", flush=True)
         try:
             while loop.is_alive() and thread.thread.is_alive():
                 loop.join(0.5)
@@ -92,6 +94,20 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
         finally:
             follower.is_stopping.set()
             loop.join(30)
+
+
+def list_addresses(follower: TrafficFollower) -> dict[str, str]:
+    """Return what is followed, where clients send their requests, and where decisions stand."""
+    settings = follower.settings
+    root = f"http://{settings.listen}"
+    followed = settings.requests or follower.swapper.servers.active.root
+    return {
+        "follows": str(followed),
+        "url": f"{root}/v1",
+        "metrics": f"{root}/metrics",
+        "page": f"{root}/follow",
+        "ledger": str(follower.folder.ledger),
+    }
 
 
 def describe_traffic(follower: TrafficFollower) -> str:

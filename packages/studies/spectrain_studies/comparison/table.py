@@ -1,7 +1,7 @@
 """The table that `spectrain compare` prints, and the one for a page in Markdown."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,10 +16,13 @@ from spectrain.eval.columns import (
     ComparisonTable,
     label_row,
     list_groups,
+    list_short_labels,
 )
-from spectrain.eval.report import open_console
+from spectrain.eval.headline import count_prompts
+from spectrain.eval.report import fits_width, open_console
 from spectrain_studies.axes.tables import axis_markdown, print_axis
 
+LEAST_COLUMNS = 4  # drafter, tree, tokens per forward, speedup
 # After a run's name: what its output is lossless to.
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}
 
@@ -49,11 +52,13 @@ def comparison_cells(
     into one cell.
     """
     systems, runs = comparison_columns(table)
-    for number, entry in enumerate(run["systems"]):
+    entries = run["systems"]
+    labels = list_short_labels(entries) if table == "terminal" else [*map(label_row, entries)]
+    for number, (entry, label) in enumerate(zip(entries, labels)):
         values = [(column.cell(entry), column.interval_cell(entry)) for column in systems]
         yield [
             run["label"] + MARKS[run["lossless_to"]] if number == 0 else "",
-            label_row(entry),
+            label,
             *(join(value, interval) if interval else value for value, interval in values),
             *(column.cell(run) if number == 0 else "" for column in runs),
         ]
@@ -61,39 +66,67 @@ def comparison_cells(
 
 def print_comparison(comparison: dict[str, Any]) -> None:
     """Print one line for each drafter and tree, then which of them to take."""
-    setting = comparison["setting"]
     console = open_console()
-    budget = f", {setting['budget']} each" if setting.get("budget") else ""
-    table = Table(
-        title=(
-            f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} "
-            f"tokens{budget}; {setting['device']}, {setting['dtype']}"
-        ),
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for number, title in enumerate(comparison_titles("terminal")):
-        folds = title in ("drafter", "tree", "training")
-        justify = "right" if number > 1 else "left"
-        lines = (
-            title.replace(" per ", " per\n")
-            .replace("batched ", "batched\n")
-            .replace("trained ", "trained\n")
-        )
-        table.add_column(lines, justify=justify, overflow="fold", no_wrap=not folds)  # type: ignore[arg-type]
-    for row in comparison["rows"]:
-        for cells in comparison_cells(row, "terminal", "{}\n{}".format):
-            table.add_row(*cells)
+    table, titles = comparison_table(comparison, console.width)
     console.print(table)
     if (positions := position_table(comparison["rows"])) is not None:
         console.print(positions)
     for axes in comparison.get("axes", {}).values():
         print_axis(console, axes)
-    for sentence in [*explain_marks(comparison), *comparison["caveats"]]:
+    for sentence in [*explain_marks(comparison, titles), *comparison["caveats"]]:
         console.print(sentence, markup=False)
     print_advice(console, comparison)
+
+
+def comparison_table(comparison: dict[str, Any], width: int) -> tuple[Table, list[str]]:
+    """Return the table of a comparison and the titles of its columns: those that have values, and
+    from the last on without those beside which names would wrap in this many characters.
+    """
+    titles = comparison_titles("terminal")
+    rows = [
+        # A row has two lines anyway, so tokens and seconds of a training stand in one each.
+        [*cells[:-1], cells[-1].replace(", ", ",\n")]
+        for run in comparison["rows"]
+        for cells in comparison_cells(run, "terminal", "{}\n{}".format)
+    ]
+    shown = [at for at in range(len(titles)) if at < LEAST_COLUMNS or any(row[at] for row in rows)]
+    while True:
+        table = make_comparison_table(
+            describe_setting(comparison["setting"]),
+            [titles[at] for at in shown],
+            [[row[at] for at in shown] for row in rows],
+        )
+        if len(shown) == LEAST_COLUMNS or fits_width(table, width):
+            return table, [titles[at] for at in shown]
+        shown.pop()
+
+
+def describe_setting(setting: dict[str, Any]) -> str:
+    """Say what was compared, on which machine."""
+    budget = f", {setting['budget']} each" if setting.get("budget") else ""
+    return (
+        f"{setting['target']}: {count_prompts(setting['prompts'])}, {setting['max_new_tokens']} "
+        f"tokens{budget}; {setting['device']}, {setting['dtype']}"
+    )
+
+
+def make_comparison_table(title: str, titles: Sequence[str], rows: Sequence[list[str]]) -> Table:
+    """Return a table of these columns, the first two of which are names."""
+    table = Table(
+        title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for number, name in enumerate(titles):
+        lines = (
+            name.replace(" per ", " per\n")
+            .replace("batched ", "batched\n")
+            .replace("trained ", "trained\n")
+        )
+        folds = number < 2
+        justify: Literal["left", "right"] = "left" if folds else "right"
+        table.add_column(lines, justify=justify, overflow="fold", no_wrap=not folds)
+    for cells in rows:
+        table.add_row(*cells)
+    return table
 
 
 def print_advice(console: Console, comparison: dict[str, Any]) -> None:
@@ -131,12 +164,12 @@ def position_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     return table
 
 
-def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:
-    """Say what columns and marks mean."""
+def explain_marks(comparison: dict[str, Any], titles: Sequence[str]) -> Iterator[str]:
+    """Say what columns with these titles and marks mean."""
     for column in RUN_COLUMNS:
-        if "terminal" in column.shown_in:
+        if column.title in titles:
             yield f"{column.title}: {column.description}"
-    yield "report.html shows predicted speedups and memory as well."
+    yield "report.html shows every column, predicted speedups and memory too."
     references = {row["lossless_to"] for row in comparison["rows"]}
     if "trained target" in references:
         yield (
@@ -165,7 +198,7 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
     )
     training = f"{setting['budget'] or 'finished runs'}, from {setting['data']}"
     scoring = (
-        f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule "
+        f"{count_prompts(setting['prompts'])} of at most {setting['max_new_tokens']} tokens, rule "
         f"{setting['rule']}"
     )
     commit = (setting["commit"] or "unknown")[:12]

@@ -51,7 +51,7 @@ def dry_run(spec: RunSpec) -> None:
 def print_samples(summary: str, samples: Sequence[Example], target: Target) -> None:
     """Print a line about the data, and samples with their loss masks."""
     console = make_console(highlight=False)
-    console.print(summary, soft_wrap=True)
+    console.print(summary, soft_wrap=not console.is_terminal)
     console.print(format_legend())
     for number, example in enumerate(samples, 1):
         console.rule(

@@ -19,6 +19,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
+from spectrain.output.streams import wrap_words
 from spectrain.runs.init_drafter import init_drafter
 from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
@@ -127,7 +128,7 @@ def time_steps(spec: RunSpec) -> StepTimes:
         f"timing {CALIBRATION_STEPS} steps on this machine for the hours; "
         "plan.calibrate=false leaves them out"
     )
-    print(line, file=sys.stderr, flush=True)
+    print(wrap_words(line, sys.stderr), file=sys.stderr, flush=True)
     target: Target = spec.target.build()
     dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = init_drafter(spec, target, dataset)

@@ -20,7 +20,7 @@ def print_plan(summary: dict[str, Any]) -> None:
     """
     console = make_console(soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH if console.is_terminal else WIDTH)
-    console.print(describe_verdict(summary), style="bold", highlight=False)
+    console.print(describe_verdict(summary), style="bold", highlight=False, soft_wrap=False)
     if summary.get("changes"):
         console.print(change_table(summary["changes"]))
     tokens, memory, disk_, flops, hours_ = (
@@ -35,10 +35,11 @@ def print_plan(summary: dict[str, Any]) -> None:
     training = summary["training"]
     table.add_row("trains", f"{training['trains']}; learns from {training['learns_from']}")
     how = "counted" if tokens["counted"] else "plan.tokens"
+    epochs = f"{tokens['epochs']:.3g}"
     table.add_row(
         "tokens",
-        f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} "
-        f"epoch{'' if tokens['epochs'] == 1 else 's'}, "
+        f"{format_count(tokens['epoch'])} an epoch ({how}), {epochs} "
+        f"epoch{'' if epochs == '1' else 's'}, "
         f"{tokens['steps']} steps",
     )
     table.add_section()
@@ -82,7 +83,7 @@ def print_plan(summary: dict[str, Any]) -> None:
     )
     console.print(table)
     for note in summary["notes"]:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, soft_wrap=False)
     if shows_notes():
         print_simulation(console, summary["simulation"])
     elif summary["simulation"] is not None:
@@ -90,6 +91,7 @@ def print_plan(summary: dict[str, Any]) -> None:
             "--notes prints commands that serve with simulated acceptance, before there is a "
             "drafter",
             highlight=False,
+            soft_wrap=False,
         )
 
 
@@ -124,7 +126,7 @@ def describe_verdict(summary: dict[str, Any]) -> str:
         )
     verdict = "It fits" if summary["fits"] else "It does not fit"
     return (
-        f"{verdict} in {format_bytes(memory['limit_bytes'])}, {RESERVE:.0%} of them left free: it "
+        f"{verdict} in {format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay free: it "
         f"takes {needs}"
     )
 
@@ -164,9 +166,10 @@ def print_simulation(console: Console, simulation: dict[str, Any] | None) -> Non
 
 def format_bytes(size: float) -> str:
     """Format bytes with three digits, in a unit of which there are less than a thousand."""
-    if size >= 1e12:
-        return f"{size / 1e12:.3g} TB"
-    return f"{size / 1e9:.3g} GB" if size >= 1e7 else f"{size / 1e6:.3g} MB"
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"
 
 
 def format_count(number: float) -> str:
