@@ -31,6 +31,8 @@ class RunError(RuntimeError):
 
 # What shells add to the number of a signal that ended a command.
 SIGNAL_STATUS = 128
+# The class of what fails in a library written in Rust, which is no Exception.
+RUST_FAILURE = "PanicException"
 
 
 class RunInterrupted(Exception):

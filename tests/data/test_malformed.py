@@ -122,6 +122,8 @@ CHATS: dict[str, tuple[Any, str]] = {
         "one list for each of the 1 assistant turns"),
     "ids that are no integers": ({"messages": [USER, HELLO], "answer_ids": [["a"]]},
         "no list of token ids"),
+    "ids that no tokenizer has": ({"messages": [USER, HELLO], "answer_ids": [[1 << 70]]},
+        "no list of token ids"),
 }  # fmt: skip
 TOKENS: dict[str, tuple[Any, str]] = {
     "no ids": ({"loss_mask": [1]}, "it holds no input_ids"),

@@ -93,10 +93,13 @@ class TrafficFollower:
         )
         while not self.is_stopping.wait(TICK_SECONDS):
             self.tick()
-        if self.job is not None:
-            self.job.close()
+        # A training takes its time to end, and whoever stops this may not wait for it.
         self.attempt(self.save)
-        self.ledger.record("stopped")
+        job = self.job
+        left = {} if job is None else {"candidate": job.folder.name, "phase": job.phase}
+        self.ledger.record("stopped", **left)
+        if job is not None:
+            job.close()
 
     def tick(self) -> None:
         """Run every step once."""

@@ -218,6 +218,29 @@ def test_failures_and_malformed_traffic_do_not_end_the_loop(
     assert [entry.answer for entry in follower.reservoir.select()] == [""]
 
 
+def test_what_was_recorded_is_saved_before_a_training_is_stopped(
+    follower: TrafficFollower, tmp_path: Path
+) -> None:
+    """A training may take as long to end as whoever stops follow waits."""
+
+    class SlowJob(FakeJob):
+        phase = "train"
+        saved: list[str] | None = None
+
+        def close(self) -> None:
+            self.saved = follower.folder.recorded.read_text().splitlines()
+            assert list_events(follower)[-1] == "stopped"
+
+    send_requests(follower, 2, 5)
+    job: Any = SlowJob(tmp_path / "candidate")
+    follower.job = job
+    follower.is_stopping.set()
+    follower.run()
+    assert len(job.saved) == len(follower.reservoir) > 0
+    *_, last = read_ledger(follower.folder.ledger)
+    assert (last["candidate"], last["phase"]) == ("candidate", "train")
+
+
 def test_pages_tell_what_was_measured(follower: TrafficFollower) -> None:
     send_requests(follower, 2, 40)
     metrics = format_metrics(ProxyCounters(requests=7), follower.describe())
