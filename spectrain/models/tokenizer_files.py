@@ -273,8 +273,8 @@ def make_probes(pattern: str) -> Iterator[str]:
     # Without a letter that the expression needs, it is not even tried.
     needed = "".join(dict.fromkeys(written))[:MAX_UNITS]
     ends = "", f"!{needed}", f"\n{needed}"
-    units = dict.fromkeys([*characters, *words, letters[:4], "a1", "a "])
-    units = [*filter(None, units)][:MAX_UNITS]
+    distinct = dict.fromkeys([*characters, *words, letters[:4], "a1", "a "])
+    units = [*filter(None, distinct)][:MAX_UNITS]
     for length in PROBE_LENGTHS:
         for unit in units:
             yield from ((unit * length)[:length] + end for end in ends)
