@@ -90,10 +90,11 @@ def list_drafter_caches(drafter: nn.Module) -> list[LayerCache]:
     if models:
         return [cache for model in models for cache in list_layer_caches(model.config)]
     return [
-        LayerCache(module.out_features, getattr(attention, "window", None))
+        LayerCache(size, getattr(attention, "window", None))
         for attention in drafter.modules()
         for name, module in attention.named_children()
-        if name in ("k_proj", "v_proj") and hasattr(module, "out_features")
+        if name in ("k_proj", "v_proj")
+        and isinstance(size := getattr(module, "out_features", None), int)
     ]
 
 
