@@ -3,7 +3,6 @@ valid names.
 """
 
 import difflib
-import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -118,7 +117,9 @@ def explain_calls(function: Callable[P, T]) -> Callable[P, T]:
     """Let a call that leaves out a required argument of a function, or gives one that it does not
     have, raise a UserError.
     """
-    signature = inspect.signature(function)
+    from inspect import signature as read_signature
+
+    signature = read_signature(function)
     taken = ", ".join(
         f"**{name}" if entry.kind is entry.VAR_KEYWORD else name
         for name, entry in signature.parameters.items()
