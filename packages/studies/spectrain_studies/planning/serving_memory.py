@@ -110,7 +110,7 @@ def plan_serving_memory(
     """
     caches = list_layer_caches(config)
     per_text, drafter_per_text = (
-        sum(cache.count_numbers(context) for cache in kept) for kept in (caches, drafter_caches)
+        sum(cache.count_numbers(context) for cache in layers) for layers in (caches, drafter_caches)
     )
     return ServingMemory(
         users,
