@@ -58,6 +58,13 @@ CHATS: dict[str, tuple[Any, str]] = {
     "an image without a file": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO]},
         "an image has no file"),
+    "an image with a long name": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "x" * 5000}]}, HELLO]},
+        "there is no image "),
+    "an image at nobody's home": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "~nobody5/x.png"}]},
+            HELLO]},
+        "there is no image "),
     "a question without content": ({"messages": [{"role": "user"}, HELLO]},
         "message 1: it has no content"),
     "a result without content": ({"messages": [USER, invoke(call()), {"role": "tool"}]},
