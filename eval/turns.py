@@ -218,13 +218,13 @@ class Interleaving:
                 if seconds > self._seconds_left(self.num_prompts):
                     continue
                 self.repeated.add(pair)
-                turns[number] = self._decode_pair(system, requests[number])
+                [turns[number]] = self._decode_pairs(system, [requests[number]])
 
-    def _decode_pair(self, system: System, request: TurnRequest) -> Turn:
-        """Decode a turn without and with a system, round by round."""
-        tokens, keys = batch_inputs([request])
+    def _decode_pairs(self, system: System, batch: Sequence[TurnRequest]) -> list[Turn]:
+        """Decode a batch without and with a system, round by round."""
+        tokens, keys = batch_inputs(batch)
         plain, drafted = self.decoder.decode_interleaved(system, tokens, self.max_new_tokens, keys)
-        return pair_runs([request], {AUTOREGRESSIVE: plain, system.name: drafted})[system.name][0]
+        return pair_runs(batch, {AUTOREGRESSIVE: plain, system.name: drafted})[system.name]
 
     def _seconds_left(self, num_prompts: int) -> float:
         """Return the seconds left for decoding so many prompts; infinity without a limit."""
@@ -354,14 +354,8 @@ class Interleaving:
         for _ in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             for batch in self.batches:
-                tokens, keys = batch_inputs(batch)
                 for system in self.systems:
-                    plain, drafted = self.decoder.decode_interleaved(
-                        system, tokens, self.max_new_tokens, keys
-                    )
-                    turns[system.name] += pair_runs(
-                        batch, {AUTOREGRESSIVE: plain, system.name: drafted}
-                    )[system.name]
+                    turns[system.name] += self._decode_pairs(system, batch)
                     done += 1
                     self.progress.show(done)
                 self._print_progress(

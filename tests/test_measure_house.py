@@ -109,3 +109,17 @@ def test_classes_have_few_members() -> None:
     large = {name: count for name, count in counts.items() if count > 45}
     assert not large, large
     assert counts["spectrain.drafters.base.Drafter"] <= 10
+
+
+MOST_STAYS = {"train_and_score": 50, "evaluate": 25, "score_server": 38, "run_round": 8}
+"""Function -> the stays of its argument, which may only fall."""
+
+
+def test_walks_do_not_grow() -> None:
+    """What a training, a score and a round are given enters no more functions than it did: past
+    that, a function gets settings of which it needs an object that is built already.
+    """
+    house = House.read(Path(__file__).parents[1])
+    stays = {walk[1]: measure_walk(house, *walk).stays for walk in measure_house.WALKS}
+    longer = {name: count for name, count in stays.items() if count > MOST_STAYS[name]}
+    assert not longer, longer

@@ -66,7 +66,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with a chain.
     """
     folder = tmp_path_factory.mktemp("runs") / "recurrent-tiny"
-    train, score = read_commands("CONTRIBUTING.md")
+    train, score = read_commands("docs/adding.md")
     assert train[0] == "train" and score[:4:3] == ["eval", "run=runs/recurrent-tiny"]
     run_command(*train, "data.limit=32", *SCORE, f"run={folder}")
     run_command(*score[:3], f"run={folder}", *score[4:], *SCORE)
@@ -82,12 +82,6 @@ def test_it_fits() -> None:
     )
     assert [path.name for path in files] == ["recurrent.yaml", "recurrent.yaml", "recurrent.py"]
     assert sum(len(path.read_text().splitlines()) for path in files) <= 150
-
-
-@pytest.mark.parametrize("document", ["docs/adding.md"])
-def test_others_show_the_same_commands(document: str) -> None:
-    """Where else the example is shown, it is by the commands that run here."""
-    assert read_commands(document) == read_commands("CONTRIBUTING.md")
 
 
 @pytest.mark.slow
@@ -117,7 +111,7 @@ def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
         )
         with_exit_codes(lambda words: run_command(*words))(
             [
-                *read_commands("CONTRIBUTING.md")[0],
+                *read_commands("docs/adding.md")[0],
                 "data.limit=4",
                 "eval=none",
                 f"drafter.{setting}",

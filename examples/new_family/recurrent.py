@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.values import Share, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.losses import LossName as Loss
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
-from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -36,14 +36,16 @@ class Recurrent(VocabularyDrafter):
     def __init__(
         self,
         target: Target,
-        num_steps: int = 4,
-        vocab_size: int = 32000,
+        # Number of draft steps in training.
+        num_steps: Steps = 4,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
+        vocab_size: VocabularySize = 32000,
+        # Loss of each step: a cross-entropy with the data or a divergence from the target.
         loss: Loss = "forward_kl",
-        step_decay: float = 0.8,
+        # Factor from 0 to 1 between the loss weights of successive steps.
+        step_decay: Share = 0.8,
     ) -> None:
         super().__init__()
-        if num_steps < 1:
-            raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
         self.num_steps = num_steps
         self.divergence = loss
         self.step_decay = step_decay

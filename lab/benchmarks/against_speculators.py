@@ -273,7 +273,7 @@ class Comparison:
         chosen = {"optimizer": optimizer, "lr": float(lr), "muon_lr": float((matrices or [lr])[0])}
         layers = drafter.fused_layers
         num_layers = self.target.num_layers
-        torch.manual_seed(spec.trainer.get("seed", 0))
+        torch.manual_seed(spec.trainer.settings.get("seed", 0))
         library = LibraryTraining(
             self.target, drafter.draft_ids, layers, UNROLLED, len(batches), chosen
         )

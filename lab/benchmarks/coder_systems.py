@@ -37,7 +37,6 @@ from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.drafters import build_drafter
-from spectrain.runs.score import build_decoding
 
 from .coding_questions import QUESTIONS
 from .command import run_benchmark
@@ -211,7 +210,8 @@ class CoderSystems:
         if key not in self.drafters:
             self.drafters[key] = build_drafter(spec.drafter, self.target)
         drafter = self.drafters[key]
-        candidate = Candidate(self.target, drafter, *build_decoding(spec), {})
+        tree, rule = spec.build("tree", "acceptance")
+        candidate = Candidate(self.target, drafter, tree, rule, {})
         answers = EngineAnswers(evaluation, candidate, self.folder)
         # A packed drafter cannot move, and is where the target is.
         with patch.object(Drafter, "to", lambda drafter, *_: drafter):

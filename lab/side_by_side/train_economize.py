@@ -74,7 +74,7 @@ class EconomizeComparison(Comparison):
                 "draft_ids": drafter.draft_ids.tolist(),
                 "unrolled": UNROLLED,
                 "lr": float(rates.split(":")[1]),
-                "seed": spec.trainer.get("seed", 0),
+                "seed": spec.trainer.settings.get("seed", 0),
                 "batches": [
                     [{"tokens": row.tokens, "mask": row.mask} for row in rows] for rows in batches
                 ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import typing
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -140,10 +139,6 @@ class GroupSpec:
         """Return the group as a node of hydra."""
         return {"_target_": self.path, **self.settings} if self else dict(self.settings)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a setting, or `default` where the configuration leaves it to the constructor."""
-        return self.settings.get(key, default)
-
     def with_settings(self, **changes: Any) -> GroupSpec:
         """Return the group with other settings."""
         return replace(self, settings={**self.settings, **changes})
@@ -186,12 +181,6 @@ class GroupSpec:
         }
         return self.file if names_download(self.group, of_file) else None
 
-    def without_downloads(self) -> AbstractContextManager[None]:
-        """Read what a file names from this machine alone; what the command names may be
-        downloaded.
-        """
-        return without_downloads(self.origin)
-
     def load_constructor(self) -> Any:
         """Import the class or the function that the choice constructs; a yaml must name it."""
         find_group(self.path)
@@ -216,7 +205,7 @@ class GroupSpec:
         # Where a training begins is no setting of a drafter.
         settings.pop("init", None)
         constructor = self.load_constructor()
-        with self.without_downloads():
+        with without_downloads(self.origin):
             return constructor(**{**make_arguments(constructor, settings), **runtime})
 
 

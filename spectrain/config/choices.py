@@ -297,15 +297,10 @@ def find_values(node: Mapping[str, Any], key: SettingKey) -> list[Any]:
 
 def find_owners(group: str, name: str) -> list[str]:
     """Return the choices of a group that have a setting with this name."""
-    if group == "recipe":
-        return []
-    nodes = {
-        choice: load_yaml(path).get("_target_") for choice, path in choice_files(group).items()
-    }
     return [
         choice
-        for choice, target in nodes.items()
-        if target and any(key.name == name for key in list_keys(target))
+        for choice, target in sorted(list_constructors(group).items())
+        if any(key.name == name for key in list_keys(target))
     ]
 
 

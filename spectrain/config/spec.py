@@ -102,6 +102,10 @@ class RunSpec:
         recipe = {} if self.recipe_name is None else {"recipe_name": self.recipe_name}
         return {"run": self.run, **recipe}
 
+    def build(self, *groups: str) -> tuple[Any, ...]:
+        """Construct what these groups choose, in their order; None for an empty group."""
+        return tuple(getattr(self, group).build() for group in groups)
+
     def with_settings(self, group: str, **changes: Any) -> RunSpec:
         """Return the spec with other settings of one group."""
         return replace(self, **{group: getattr(self, group).with_settings(**changes)})
@@ -128,12 +132,14 @@ class RunSpec:
         name.
         """
         choice = str(self.target.choice)
-        return Path(str(self.target.get("model", choice))).name if choice == "hf" else choice
+        return (
+            Path(str(self.target.settings.get("model", choice))).name if choice == "hf" else choice
+        )
 
     @property
     def init(self) -> str | None:
         """Return where the drafter is whose weights the training begins with, if anywhere."""
-        init: str | None = self.drafter.get("init")
+        init: str | None = self.drafter.settings.get("init")
         return init
 
     @property
@@ -141,13 +147,13 @@ class RunSpec:
         """Return how a training goes on in a folder that holds a run: "auto" or "changed"; None
         where it begins a new one.
         """
-        resume: str | None = self.trainer.get("resume")
+        resume: str | None = self.trainer.settings.get("resume")
         return resume
 
     @property
     def evaluation_name(self) -> str:
         """Return the folder's name below eval/."""
-        return str(self.eval.get("name", "heldout"))
+        return str(self.eval.settings.get("name", "heldout"))
 
 
 def read_run(
@@ -174,11 +180,12 @@ def share_template_arguments(spec: RunSpec) -> RunSpec:
     """Return the spec with the arguments of data.template_kwargs in the target's, where scoring
     and chat find them.
     """
-    arguments = spec.data.get("template_kwargs") if spec.data else None
+    arguments = spec.data.settings.get("template_kwargs") if spec.data else None
     if not arguments or not spec.target:
         return spec
     return spec.with_settings(
-        "target", template_kwargs={**(spec.target.get("template_kwargs") or {}), **arguments}
+        "target",
+        template_kwargs={**(spec.target.settings.get("template_kwargs") or {}), **arguments},
     )
 
 

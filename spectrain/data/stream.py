@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from spectrain.config.values import Count
 from spectrain.errors import RunError, UserError
 
 from .chat import Example
@@ -63,18 +64,15 @@ class StreamReader(HubReader):
     # .jsonl.gz or .parquet files.
     path: str
     # Number of shards whose windows are read in turn; use a multiple of the number of processes.
-    shards: int = 16
+    shards: Count = 16
     # Number of conversations that are shuffled and batched together.
-    window: int = 512
+    window: Count = 512
     # Number of first conversations that are read before training, for example to choose a draft
     # vocabulary.
-    sample: int = 2000
+    sample: Count = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("shards", "window", "sample"):
-            if getattr(self, key) < 1:
-                raise UserError(f"data.{key}={getattr(self, key)}: use 1 or more")
         if self.drop_duplicates != "none":
             raise UserError(
                 f"data.drop_duplicates={self.drop_duplicates}: a stream is never read whole; use "

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spectrain.data.datastore import Datastore
     from spectrain.features.batch import Batch
     from spectrain.models.features import Features
@@ -230,3 +232,6 @@ class SavedFiles:
     layout: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Further files for tools that read the layout: name -> text.
     sidecars: Mapping[str, str] = field(default_factory=dict)
+    # Directories that its first weights were loaded from: drafter.init's, then those of inner
+    # drafters.
+    origins: tuple[Path, ...] = ()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.config.values import Count, Positive
 from spectrain.drafters.layers.losses import LossName, acceptance_rate, head_loss
 from spectrain.drafters.layers.small_models import (
     Blocks,
@@ -126,7 +127,7 @@ class Causal(SmallModelDrafter):
         # ignore it.
         beta: float = 0.5,
         # Temperature of both distributions in the loss, above 0.
-        loss_temperature: float = 1.0,
+        loss_temperature: Positive = 1.0,
         # Number of hidden layers of a head that predicts whether a token is accepted (SpecDec++);
         # null trains no such head.
         stop_head: int | None = None,
@@ -138,7 +139,7 @@ class Causal(SmallModelDrafter):
         # Number of tokens that may be drafted, those with the lowest ids, which tokenizers give to
         # frequent tokens; the output layer computes no others. Null drafts all; training ignores
         # it.
-        vocab_size: int | None = None,
+        vocab_size: Count | None = None,
     ) -> None:
         super().__init__()
         if not 0 < beta < 1:
@@ -146,8 +147,6 @@ class Causal(SmallModelDrafter):
                 f"drafter.beta={beta}: use more than 0 and less than 1; the ends are forward_kl "
                 "and reverse_kl"
             )
-        if not loss_temperature > 0:
-            raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence = loss
         self.beta = beta
         self.loss_temperature = loss_temperature
@@ -158,8 +157,6 @@ class Causal(SmallModelDrafter):
             self.capabilities, rewind=type(self).rewind, prepare_kernels=cut_draft_outputs
         )
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
-        if vocab_size is not None and vocab_size < 1:
-            raise UserError(f"drafter.vocab_size={vocab_size}: use 1 or more")
         self.num_drafted = min(self.vocab_size, vocab_size or self.vocab_size)
         self.nodes: _Nodes | None = None
         # The output layer of these tokens alone, which is no part of the drafter's weights.

@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Below1, Count, NotNegative, Width
 from spectrain.drafters.layers.language_model_loss import original_log_probs
 from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
-from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import (
     DivergenceResult,
@@ -65,21 +65,21 @@ class EarlyExit(SelfDrafter):
         exit_layer: int | None = None,
         # Probability with which training skips the last layer; earlier layers are skipped less
         # often.
-        max_dropout: float = 0.1,
+        max_dropout: Below1 = 0.1,
         # Layer dropout over the training: unchanged (constant), or growing from zero for
         # pre-training (exponential).
         dropout_schedule: Literal["constant", "exponential"] = "constant",
         # Weight of the earlier exits relative to the last exit in the loss.
-        exit_scale: float = 1.0,
+        exit_scale: NotNegative = 1.0,
         # Exits trained at a step: every rotate-th one in turn (rotational), opening from the last
         # downwards (gradual), or all of them (all).
         curriculum: Curriculum = "rotational",
         # Spacing of the exits that a rotational curriculum trains at one step.
-        rotate: int = 4,
+        rotate: Count = 4,
         # How training changes the target: all its weights (full), or LoRA adapters (lora).
         adapt: Literal["full", "lora"] = "full",
         # Rank of the LoRA adapters.
-        rank: int = 32,
+        rank: Width = 32,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: float = 32.0,
         # Whether the labels are the original target's distributions instead of the data's tokens.
@@ -88,13 +88,6 @@ class EarlyExit(SelfDrafter):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= max_dropout < 1:
-            raise UserError(f"drafter.max_dropout={max_dropout}: use 0 or more and less than 1")
-        if not exit_scale >= 0:
-            raise UserError(f"drafter.exit_scale={exit_scale}: use 0 or more")
-        for key, value in (("rotate", rotate), ("rank", rank)):
-            if value < 1:
-                raise UserError(f"drafter.{key}={value}: use 1 or more")
         self._set_exit(target, exit_layer)
         self.max_dropout = max_dropout
         self.dropout_schedule = dropout_schedule

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Share, Steps, VocabularySize, Width
+from spectrain.config.values import Below1, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.heads import MedusaHead
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import LossName
@@ -67,7 +67,7 @@ class Medusa(HeadsDrafter):
         # the target (Medusa-1).
         adapt: Literal["lora", "full"] | None = None,
         # Share of the training steps in which the heads train alone, from 0 to below 1.
-        heads_first: float = 0.5,
+        heads_first: Below1 = 0.5,
         # Weight of the heads' loss when the target trains with them.
         heads_coefficient: float = 0.2,
         # Growth of the heads' weight over the second stage: none (constant), linear, or a quarter
@@ -79,22 +79,13 @@ class Medusa(HeadsDrafter):
         # Learning rate of the target as a multiple of trainer.lr.
         target_lr_scale: float = 0.25,
         # Rank of the LoRA adapters.
-        rank: int = 32,
+        rank: Width = 32,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: float = 16.0,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
         head_rank: Width | None = None,
     ) -> None:
         super().__init__()
-        for key, value, least in (
-            ("num_heads", num_heads, 1),
-            ("num_layers", num_layers, 1),
-            ("rank", rank, 1),
-        ):
-            if value < least:
-                raise UserError(f"drafter.{key}={value}: use {least} or more")
-        if not 0 <= heads_first < 1:
-            raise UserError(f"drafter.heads_first={heads_first}: use 0 or more and less than 1")
         if self_distillation and adapt != "lora":
             raise UserError(
                 "drafter.self_distillation: the original target is the one without adapters; use "

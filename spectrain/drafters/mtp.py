@@ -63,8 +63,6 @@ class Mtp(FeatureLayerDrafter):
         start: Literal["auto", "shipped", "new"] = "auto",
     ) -> None:
         super().__init__()
-        if num_steps < 1:
-            raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
         self.num_steps = num_steps
         self.divergence = loss
         self.step_decay = step_decay

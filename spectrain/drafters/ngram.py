@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from spectrain.config.values import Count
 from spectrain.copying.occurrences import build_trie
 from spectrain.copying.trie import Trie
 from spectrain.drafters.layers.copies import GrowingTexts
@@ -34,22 +35,18 @@ class Ngram(Drafter):
         self,
         target: Target,
         # Largest number of final tokens of the text that are matched.
-        longest: int = 3,
+        longest: Count = 3,
         # Smallest number of final tokens of the text that are matched.
         shortest: int = 1,
         # Largest number of earlier occurrences that are read.
-        matches: int = 64,
+        matches: Count = 64,
     ) -> None:
         super().__init__()
         self.capabilities = replace(self.capabilities, rewind=type(self).rewind)
-        if longest < 1:
-            raise UserError(f"drafter.longest={longest}: use 1 or more")
         if not 1 <= shortest <= longest:
             raise UserError(
                 f"drafter.shortest={shortest}: use 1 to {longest}, which is drafter.longest"
             )
-        if matches < 1:
-            raise UserError(f"drafter.matches={matches}: use 1 or more")
         self.shortest, self.matches = shortest, matches
         self.texts = GrowingTexts(longest)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Steps
+from spectrain.config.values import Below1, PositiveShare, Steps
 from spectrain.drafters.layers.losses import LossName, head_loss
 from spectrain.drafters.layers.mask_blocks import (
     MaskBlocks,
@@ -79,16 +79,16 @@ class Pard(SmallModelDrafter):
         # Loss of each draft: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "cross_entropy",
         # Factor from 0 to 1 by which the share of trained prefixes falls with each further mask.
-        keep: float = 0.7,
+        keep: PositiveShare = 0.7,
         # Smallest share of the prefixes that any mask is trained behind.
-        keep_least: float = 0.2,
+        keep_least: PositiveShare = 0.2,
         # Whether to weigh a draft's loss by the target's probability of the drafts before it
         # (PARD-2).
         confidence: bool = False,
         # Layers of the target whose features are added to the embeddings (PARD-2); null adds none.
         layers: list[int] | None = None,
         # Share of the sequences that are trained without the target's features.
-        without: float = 0.2,
+        without: Below1 = 0.2,
         # Seed of the conditional drop of masks and of the sequences without features.
         seed: int = 0,
     ) -> None:
@@ -98,11 +98,6 @@ class Pard(SmallModelDrafter):
                 f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one token "
                 "at a time"
             )
-        for key, value in (("keep", keep), ("keep_least", keep_least)):
-            if not 0 < value <= 1:
-                raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")
-        if not 0 <= without < 1:
-            raise UserError(f"drafter.without={without}: use 0 or more and less than 1")
         self.num_drafts = num_drafts
         self.divergence = loss
         self.seed = seed

@@ -201,7 +201,9 @@ def shape_of_eagle3(
     """
     count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
     settings = {"num_layers": count, **spec.settings}
-    if spec.get("layers") and ARCHITECTURE_SIZES.issubset(spec.get("architecture") or {}):
+    if spec.settings.get("layers") and ARCHITECTURE_SIZES.issubset(
+        spec.settings.get("architecture") or {}
+    ):
         return settings
     return complete_settings(settings, require_named_target(target, files))
 
@@ -210,7 +212,7 @@ def shape_of_eagle1(
     spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None
 ) -> dict[str, Any]:
     """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
-    architecture = spec.get("architecture")
+    architecture = spec.settings.get("architecture")
     if not ARCHITECTURE_SIZES.issubset(architecture or {}):
         architecture = complete_layer(architecture, require_named_target(target, files))
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spectrain.config.plain_files import read_json_object
+from spectrain.config.values import Below1
 from spectrain.errors import UserError
 
 from .compressed_tensors import (
@@ -34,6 +36,7 @@ GROUP_SIZES = (128, 64, 32)
 """Columns that share a scale, which the engines' kernels of 4-bit weights take."""
 
 
+@dataclass(eq=False)
 class WeightQuantization:
     """How an export stores the matrices of a drafter's layers, and how much acceptance that may
     cost."""
@@ -43,45 +46,37 @@ class WeightQuantization:
     about: ClassVar[str]  # what is stored, as part of a sentence
     takes_groups: ClassVar[bool] = False  # whether groups of columns share a scale
 
-    def __init__(
-        self,
-        # Largest share of the tokens per forward that the rounded weights may lose; an export that
-        # loses more is refused.
-        tolerance: float = 0.02,
-        # Whether the output layer is quantized, too.
-        head: bool = False,
-        # Whether the layer that fuses the target's states is quantized, too, which SGLang does not
-        # read.
-        fc: bool = False,
-        # Number of prompts that are decoded before and after.
-        prompts: int = 24,
-        # Largest number of tokens that are decoded for a prompt.
-        max_new_tokens: int = 64,
-        # With w4a16: columns that share a scale, 128, 64 or 32; null takes the largest that divides
-        # the widths of all matrices.
-        group_size: int | None = None,
-    ) -> None:
-        if not 0 <= tolerance < 1:
-            raise UserError(f"quantize.tolerance={tolerance}: use a share from 0 to 1")
+    # Largest share of the tokens per forward that the rounded weights may lose; an export that
+    # loses more is refused.
+    tolerance: Below1 = 0.02
+    # Whether the output layer is quantized, too.
+    head: bool = False
+    # Whether the layer that fuses the target's states is quantized, too, which SGLang does not
+    # read.
+    fc: bool = False
+    # Number of prompts that are decoded before and after.
+    prompts: int = 24
+    # Largest number of tokens that are decoded for a prompt.
+    max_new_tokens: int = 64
+    # With w4a16: columns that share a scale, 128, 64 or 32; null takes the largest that divides
+    # the widths of all matrices.
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
         for key, value, least in (
-            ("prompts", prompts, 2),
-            ("max_new_tokens", max_new_tokens, 8),
+            ("prompts", self.prompts, 2),
+            ("max_new_tokens", self.max_new_tokens, 8),
         ):
             if value < least:
                 raise UserError(f"quantize.{key}={value}: use {least} or more")
-        if group_size is not None and not self.takes_groups:
+        size = self.group_size
+        if size is not None and not self.takes_groups:
             raise UserError(
-                f"quantize.group_size={group_size}: quantize={self.choice} has a scale for each "
-                "row; leave it out"
+                f"quantize.group_size={size}: quantize={self.choice} has a scale for each row; "
+                "leave it out"
             )
-        if group_size is not None and group_size not in GROUP_SIZES:
-            raise UserError(f"quantize.group_size={group_size}: use 128, 64, 32 or null")
-        self.tolerance = tolerance
-        self.head = head
-        self.fc = fc
-        self.prompts = prompts
-        self.max_new_tokens = max_new_tokens
-        self.group_size = group_size
+        if size is not None and size not in GROUP_SIZES:
+            raise UserError(f"quantize.group_size={size}: use 128, 64, 32 or null")
 
     def selects(self, name: str) -> bool:
         """Tell whether the tensor of this name is quantized."""

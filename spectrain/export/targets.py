@@ -66,14 +66,14 @@ class TargetFiles:
         of a file of settings may not be downloaded."""
         spec = GroupSpec.from_node("target", settings)
         bundled = spec.choice if spec.choice in BUNDLED_TARGETS else None
-        reference = spec.get("path") or bundled or spec.get("model")
+        reference = spec.settings.get("path") or bundled or spec.settings.get("model")
         if not isinstance(reference, str) or not reference:
             raise UserError(
                 f"target.model={reference}: it does not name a target; give a model directory or "
                 "a name on the hub"
             )
         files = TargetFiles(reference, with_weights, may_download)
-        model = {"model": files.spec.get("model")} if "model" in spec.settings else {}
+        model = {"model": files.spec.settings.get("model")} if "model" in spec.settings else {}
         files.spec = spec.with_settings(**model)
         return files
 

@@ -62,8 +62,8 @@ def capture_features(spec: RunSpec) -> None:
     store = source.writable_store()
     if store is None:
         raise UserError(
-            f"source.path={spec.source.get('path')}: this cache is another project's and is never "
-            "written; choose another folder"
+            f"source.path={spec.source.settings.get('path')}: this cache is another project's and "
+            "is never written; choose another folder"
         )
     if accelerator.is_main_process:
         print(message, flush=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spectrain.config.values import Positive
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
 from spectrain.models.features import Layer
@@ -44,16 +45,13 @@ class StoredSource(FeatureSource):
         # reads it; null follows an existing store, and a new one holds every position.
         supervised_only: bool | None = None,
         # Largest size of the store, in gigabytes.
-        max_gb: float = 100.0,
+        max_gb: Positive = 100.0,
         # Size of one shard, in megabytes.
-        shard_mb: float = 512.0,
+        shard_mb: Positive = 512.0,
         # Whether missing sequences are captured and stored during training; false stops the
         # training instead.
         capture: bool = True,
     ) -> None:
-        for key, value in (("max_gb", max_gb), ("shard_mb", shard_mb)):
-            if not value > 0:
-                raise UserError(f"source.{key}={value}: use more than 0")
         self.path = Path(path).expanduser()
         self.dtype = dtype
         self.supervised_only = supervised_only

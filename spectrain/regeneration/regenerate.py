@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from spectrain.config.values import Count, Share
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard, ShardSet
@@ -67,6 +68,7 @@ class OutcomeLedger:
             self.progress.finish_shard(self.complete_shards.pop(0))
 
 
+@dataclass(eq=False)
 class Regeneration:
     """Regeneration of the assistant turns of conversations, each turn given the regenerated answers
     before it.
@@ -74,31 +76,23 @@ class Regeneration:
     Conversations that fail are left out and listed in a folder of their own.
     """
 
-    def __init__(
-        self,
-        # Assistant turns to regenerate: all of them, or only the first, after which the
-        # conversation ends.
-        turns: Literal["all", "first"] = "all",
-        # System prompt that replaces the system prompts of the conversations; null keeps theirs.
-        system: str | None = None,
-        # Number of conversations in a shard.
-        shard_size: int = 500,
-        # Share of the conversations that may fail before the command ends with an error.
-        max_failed: float = 0.1,
-        # Number of consecutive failures that stops the command at once.
-        stop_after: int = 20,
-        # Request the failed conversations of finished shards again.
-        retry_failed: bool = False,
-    ) -> None:
-        for key, value in (("shard_size", shard_size), ("stop_after", stop_after)):
-            if value < 1:
-                raise UserError(f"regenerate.{key}={value}: use 1 or more")
-        if not 0 <= max_failed <= 1:
-            raise UserError(f"regenerate.max_failed={max_failed}: use 0 to 1")
+    # Assistant turns to regenerate: all of them, or only the first, after which the
+    # conversation ends.
+    turns: Literal["all", "first"] = "all"
+    # System prompt that replaces the system prompts of the conversations; null keeps theirs.
+    system: str | None = None
+    # Number of conversations in a shard.
+    shard_size: Count = 500
+    # Share of the conversations that may fail before the command ends with an error.
+    max_failed: Share = 0.1
+    # Number of consecutive failures that stops the command at once.
+    stop_after: Count = 20
+    # Request the failed conversations of finished shards again.
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
         # Arguments of the chat template for every conversation, from data.template_kwargs.
         self.template_arguments: dict[str, Any] = {}
-        self.turns, self.system, self.shard_size = turns, system, shard_size
-        self.max_failed, self.stop_after, self.retry_failed = max_failed, stop_after, retry_failed
 
     def run(
         self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spectrain.config.values import Count
 from spectrain.data.answers import parse_answer
 from spectrain.data.chat import require_template, tokenize_prompt
 from spectrain.data.chat_template import ChatTemplate
@@ -91,13 +92,11 @@ class EngineWriter(AnswerWriter):
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
         # Maximum number of tokens in a decoding batch, padding and answers included.
-        batch_tokens: int = 16384,
+        batch_tokens: Count = 16384,
         # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures
         # on a GPU.
         engine: EngineChoice = "auto",
     ) -> None:
-        if batch_tokens < 1:
-            raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
         require_template(target.template)
         self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
         self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)

@@ -44,7 +44,7 @@ def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
     spec, _ = read_run({**requested, "run": str(folder)}, overrides=None, lower=lower)
     for group in ("target", "data") if template_arguments else ():
         if getattr(spec, group):
-            arguments = getattr(spec, group).get("template_kwargs") or {}
+            arguments = getattr(spec, group).settings.get("template_kwargs") or {}
             spec = spec.with_settings(group, template_kwargs={**arguments, **template_arguments})
     return complete_evaluation(spec), folder
 
@@ -67,13 +67,15 @@ def complete_evaluation(spec: RunSpec) -> RunSpec:
     names: its limit, its name, and whether it measures trees.
     """
     evaluation = spec.eval
-    has_prompts = evaluation.get("prompts") is not None
+    has_prompts = evaluation.settings.get("prompts") is not None
     has_own_prompts = has_prompts and evaluation.find_layer("prompts") == "command"
     if has_own_prompts and evaluation.find_layer("limit") != "command":
         # The run's limit was for the run's own prompts.
         evaluation = evaluation.drop_setting("limit")
     if has_prompts and "name" not in evaluation.settings:
-        evaluation = evaluation.with_settings(name=Path(str(evaluation.get("prompts"))).stem)
+        evaluation = evaluation.with_settings(
+            name=Path(str(evaluation.settings.get("prompts"))).stem
+        )
     return replace(spec, eval=evaluation).with_default_tree()
 
 

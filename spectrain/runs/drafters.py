@@ -119,6 +119,9 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     for key, index, directory in directories:
         inner = getattr(drafter, key)
         load_weights(inner if index is None else inner[index], directory, target)
+    drafter.saved = replace(
+        drafter.saved, origins=tuple(directory for _, _, directory in directories)
+    )
     return drafter
 
 
@@ -130,7 +133,7 @@ def list_inner_directories(spec: GroupSpec) -> list[tuple[str, int | None, Path]
     keys = constructor.saved.inner if is_class else ()
     directories: list[tuple[str, int | None, Path]] = []
     for key in keys:
-        value = spec.get(key)
+        value = spec.settings.get(key)
         for index, name in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(name, str) and name not in list_constructors("drafter"):
                 directories.append((key, index, _find_inner_directory(key, name)))
@@ -223,7 +226,7 @@ def refuse_other_target(
 
 def name_choice(target: GroupSpec) -> str:
     """Return the words that choose a target."""
-    model = target.get("model")
+    model = target.settings.get("model")
     return f"target={target.choice}" + ("" if model is None else f" target.model={model}")
 
 

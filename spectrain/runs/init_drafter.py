@@ -29,7 +29,7 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
         raise UserError(
             f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}"
         )
-    torch.manual_seed(spec.trainer.get("seed", 0))
+    torch.manual_seed(spec.trainer.settings.get("seed", 0))
     drafter = build_drafter(spec.drafter, target)
     if init and not has_weights(drafter):
         raise UserError(
@@ -49,7 +49,9 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
         )
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if init:
-        load_weights(drafter, require_drafter_directory("drafter.init", init), target)
+        directory = require_drafter_directory("drafter.init", init)
+        load_weights(drafter, directory, target)
+        drafter.saved = replace(drafter.saved, origins=(directory, *drafter.saved.origins))
         drafter.starts_trained = True
         drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
     adapt_drafter(spec, drafter, target)

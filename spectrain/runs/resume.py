@@ -2,6 +2,7 @@
 sentence that names the difference."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.features.store import hash_file
@@ -18,9 +20,6 @@ from spectrain.models.fingerprint import hash_tokenizer
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import checkpoint_step, delete_best_except, delete_start
 from spectrain.training.metrics import METRICS_NAME
-
-from .drafters import list_inner_directories
-from .folder import require_drafter_directory
 
 CHANGEABLE_GROUPS = {
     "server": (
@@ -90,13 +89,17 @@ class InputFacts:
 
 
 def collect_facts(
-    spec: RunSpec, target: Target, weights: str | None, dataset: Dataset, source: Source
+    target: Target,
+    weights: str | None,
+    dataset: Dataset,
+    drafter: Drafter,
+    source: Source,
+    settings: Mapping[str, Any],
 ) -> InputFacts:
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a
-    drafter changed its layers.
+    drafter changed its layers, and `settings` are those of the drafter.
     """
-    folders = [require_drafter_directory("drafter.init", spec.init)] if spec.init else []
-    folders += [directory for _, _, directory in list_inner_directories(spec.drafter)]
+    folders = drafter.saved.origins
     inputs = {
         **({} if weights is None else {"target_weights": weights}),
         "tokenizer": hash_tokenizer(target),
@@ -110,19 +113,19 @@ def collect_facts(
             if folders
             else {}
         ),
-        **({"files": files} if (files := hash_named_files(spec)) else {}),
+        **({"files": files} if (files := hash_named_files(settings)) else {}),
         **({"source": facts} if (facts := source.provenance_facts()) else {}),
     }
     return InputFacts(target.path, target.name, dataset.provenance_facts(), inputs)
 
 
-def hash_named_files(spec: RunSpec) -> dict[str, str]:
+def hash_named_files(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of the files that settings of the drafter name, as the labels of a judge
     do. A model is where a training starts, and its weights are in the checkpoints.
     """
     return {
         key: hash_file(Path(value).expanduser())
-        for key, value in spec.drafter.settings.items()
+        for key, value in settings.items()
         if isinstance(value, str) and key != "model" and Path(value).expanduser().is_file()
     }
 

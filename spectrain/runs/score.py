@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 
 from spectrain.config.build import GroupSpec
+from spectrain.config.command_only import without_downloads
 from spectrain.config.plain_files import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
@@ -62,27 +63,27 @@ def load_scoring(spec: RunSpec, run: Path, target: Target | None = None) -> "Run
 
     The main process scores alone. If the target is sharded, all processes decode.
     """
-    sharded = spec.target.get("sharding", "none") != "none"
+    sharded = spec.target.settings.get("sharding", "none") != "none"
     if not PartialState().is_main_process and not sharded:
         # No process waits: scoring may exceed the timeout of the process group.
         return None
-    evaluation = spec.eval.build()
+    evaluation, tree, rule = spec.build("eval", "tree", "acceptance")
     require_writable(find_results_folder(run) / "eval" / evaluation.name, "run")
     target = target or load_target(spec, run)
     goes_by_clock = any(part.uses_clock for part in evaluation.parts)
-    if sharded and (goes_by_clock or spec.tree.build().traits.uses_latency):
+    if sharded and (goes_by_clock or tree.traits.uses_latency):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree "
             "or guard can go by the clock; use tree=eagle2 and no eval.guard"
         )
-    with spec.eval.without_downloads():
+    with without_downloads(spec.eval.origin):
         evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and spec.data:
-        with spec.data.without_downloads():
+        with without_downloads(spec.data.origin):
             dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
-    return RunScoring(spec, run, target, drafter, evaluation, dataset)
+    return RunScoring(spec, run, target, drafter, evaluation, (tree, rule), dataset)
 
 
 def load_target(spec: RunSpec, run: Path) -> Target:
@@ -101,13 +102,6 @@ def load_target(spec: RunSpec, run: Path) -> Target:
     return target
 
 
-def build_decoding(spec: RunSpec) -> tuple[TreeBuilder, AcceptanceRule]:
-    """Return the tree builder and the rule that a drafter is scored with; a training builds them
-    before it begins, so that a mistake in them is not reported after it.
-    """
-    return spec.tree.build(), spec.acceptance.build()
-
-
 @dataclass
 class RunScoring:
     """A drafter to score, and what its run knows about it."""
@@ -118,6 +112,8 @@ class RunScoring:
     target: Target
     drafter: Drafter
     evaluation: Any
+    # How it decodes.
+    decoding: tuple[TreeBuilder, AcceptanceRule]
     # The data of the training; None where it is not read.
     dataset: Dataset | None
 
@@ -139,7 +135,7 @@ class RunScoring:
                 f"chat template: the drafter was trained with {describe_template(trained_with)}, "
                 f"and is scored with {describe_template(scored_with)}"
             )
-        with self.spec.eval.without_downloads():
+        with without_downloads(self.spec.eval.origin):
             summary = write_score(
                 folder,
                 lambda scratch: self.evaluation.score(self.make_candidate(scratch), scratch),
@@ -173,7 +169,7 @@ class RunScoring:
         return Candidate(
             self.target,
             self.drafter,
-            *build_decoding(spec),
+            *self.decoding,
             describe_run(spec, self.run, self.target, self.drafter),
             make_untrained=make_untrained if trainable else None,
             load_original=spec.target.build if changed_target else None,

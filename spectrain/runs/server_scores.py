@@ -55,7 +55,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def score_in_engine(spec: RunSpec, run: Path) -> None:
     """Score the drafter of a run also in the engine that eval.serve_in names, if it names one."""
-    if spec.eval.get("serve_in"):
+    if spec.eval.settings.get("serve_in"):
         require_server_scores("eval.serve_in").score_in_engine(spec, run)
 
 

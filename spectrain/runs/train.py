@@ -10,14 +10,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.base import FeaturesRead, Source
+from spectrain.features.base import FeatureServer, FeaturesRead, Source
 from spectrain.files import atomic_write, write_text
 from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
@@ -31,16 +32,21 @@ from spectrain.training.checkpoints import (
     set_aside_damaged,
 )
 from spectrain.training.metrics import METRICS_NAME, Tracker, read_last_step, track_run
-from spectrain.training.parallel.launch import disconnect_processes, wait_for_loading
+from spectrain.training.parallel.launch import (
+    decide_once,
+    disconnect_processes,
+    wait_for_loading,
+)
 from spectrain.training.run_files import check_run_files
 from spectrain.training.trainer import Trainer
+from spectrain.trees.base import TreeBuilder
 
 from .callbacks import Callback, CallbackTracker
 from .drafters import save_drafter
 from .init_drafter import apply_init_shape, init_drafter
 from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
-from .score import RunScoring, build_decoding, load_scoring
+from .score import RunScoring, load_scoring
 
 
 @dataclass
@@ -52,7 +58,9 @@ class TrainingInputs:
     dataset: Dataset
     drafter: Drafter
     source: Source
+    # What scores the drafter, or None, and how it decodes then.
     evaluation: Any
+    decoding: tuple[TreeBuilder, AcceptanceRule]
     # What the training reads and no setting says.
     facts: InputFacts
     # Lines that describe the data and the source.
@@ -74,70 +82,77 @@ def train_and_score(
     trainer = Trainer.from_spec(spec)
     accelerator = trainer.make_accelerator()
     with ExitStack() as stack:
-        run = claim_run(spec, accelerator, stack)
-        if is_finished(run):
-            score_finished(spec, run, accelerator.is_main_process)
+        # The first process holds the lock of the folder until the stack is closed.
+        run = decide_once(accelerator, lambda: choose_folder(spec, stack))
+        if (result := describe_result(spec, run)) is not None:
+            print(result)
         else:
-            train(spec, run, trainer, accelerator, target, dataset, callbacks)
+            tracker = spec.tracker.build() if accelerator.is_main_process else None
+            # A run without a score may have its drafter.
+            inputs = None if is_finished(run) else load_inputs(spec, trainer, target, dataset)
+            if inputs is None:
+                step = read_last_step(run / METRICS_NAME)
+            else:
+                step = open_run(inputs, run, accelerator)
+            with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
+                if inputs is None:
+                    scoring = load_scoring(spec, run)
+                else:
+                    scoring = train(inputs, run, trainer, accelerator, run_tracker, callbacks)
+                if scoring is not None:
+                    scoring.score(run_tracker)
     disconnect_processes()
     return run
 
 
 def train(
-    spec: RunSpec,
+    inputs: TrainingInputs,
     run: Path,
     trainer: Trainer,
-    accelerator: Any,
-    target: Target | None,
-    dataset: Dataset | None,
+    accelerator: Accelerator,
+    tracker: Tracker,
     callbacks: Sequence[Callback] = (),
-) -> None:
-    """Train the drafter in its run folder and score it. All input is read before anything is
-    written.
+) -> RunScoring | None:
+    """Train the drafter in its run folder and return what scores it; None without an evaluation,
+    and on a process that scores nothing.
     """
     is_main = accelerator.is_main_process
-    tracker: Tracker | None = spec.tracker.build() if is_main else None
-    inputs = load_inputs(spec, trainer, target, dataset)
-    checkpoint = latest_checkpoint(run)
+    steps = CallbackTracker(tracker, callbacks if is_main else ())
+    try:
+        result = trainer.fit(
+            inputs.drafter,
+            inputs.target,
+            inputs.dataset,
+            inputs.source,
+            run,
+            steps,
+            steps.record_step,
+        )
+    finally:
+        message = inputs.source.close()
+        if message is not None and is_main:
+            print(message, flush=True)
     if is_main:
-        open_run(run, inputs.spec, inputs.facts, checkpoint)
-        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
-    wait_for_loading(accelerator, run)
-    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
-        steps = CallbackTracker(run_tracker, callbacks if is_main else ())
-        try:
-            result = trainer.fit(
-                inputs.drafter,
-                inputs.target,
-                inputs.dataset,
-                inputs.source,
-                run,
-                steps,
-                steps.record_step,
-            )
-        finally:
-            message = inputs.source.close()
-            if message is not None and is_main:
-                print(message, flush=True)
-        if is_main:
-            if result.gain is not None:
-                print(f"{run}: {result.gain.describe()}", flush=True)
-            save_trained(inputs, run, result)
-            run_tracker.log_drafter(run / "drafter")
-        if inputs.evaluation is not None:
-            score_trained(inputs, run, result.is_reusable, accelerator, run_tracker)
+        if result.gain is not None:
+            print(f"{run}: {result.gain.describe()}", flush=True)
+        save_trained(inputs, run, result)
+        tracker.log_drafter(run / "drafter")
+    if inputs.evaluation is None:
+        return None
+    return make_scoring(inputs, run, result.is_reusable, accelerator)
 
 
 def load_inputs(
     spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None
 ) -> TrainingInputs:
     """Load data, target, prompts and drafter; any mistake in one of them raises an error here."""
-    data = spec.data.build()
+    # Tree and rule are saved with the drafter, so a mistake in them is not reported afterwards.
+    data, evaluation, tree, rule, source, server = spec.build(
+        "data", "eval", "tree", "acceptance", "source", "server"
+    )
+    connect_source(spec, source, server)
     if dataset is None:
         data.load_conversations()
-    evaluation = spec.eval.build()
-    decoding = None if evaluation is None else build_decoding(spec)
     target = target or spec.target.build()
     assert target is not None
     # Some drafters change the target's layers.
@@ -148,11 +163,10 @@ def load_inputs(
     # A stream needs trainer.max_steps.
     trainer.num_steps(dataset)
     drafter = init_drafter(spec, target, dataset)
-    if decoding is not None:
-        check_compatibility(drafter.capabilities, *decoding)
+    if evaluation is not None:
+        check_compatibility(drafter.capabilities, tree, rule)
     if not all(stage.layers for stage in drafter.stages):
         target.require_layers(f"drafter={spec.drafter.choice}, whose loss runs the target,")
-    source = make_source(spec)
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     stage = drafter.stages[0]
@@ -167,9 +181,11 @@ def load_inputs(
         *filter(None, [report, adapted]),
         *explain_no_validation(dataset, data.held_out, target),
     ]
-    facts = collect_facts(spec, target, weights, dataset, source)
+    facts = collect_facts(target, weights, dataset, drafter, source, spec.drafter.settings)
     target.pack_weights()
-    return TrainingInputs(spec, target, dataset, drafter, source, evaluation, facts, report_lines)
+    return TrainingInputs(
+        spec, target, dataset, drafter, source, evaluation, (tree, rule), facts, report_lines
+    )
 
 
 def explain_no_validation(dataset: Dataset, share: Any, target: Target) -> Iterator[str]:
@@ -186,51 +202,32 @@ def explain_no_validation(dataset: Dataset, share: Any, target: Target) -> Itera
         )
 
 
-def make_source(spec: RunSpec) -> Source:
-    """Return the source of a training, with the server that it needs."""
-    source: Source = spec.source.build()
+def connect_source(spec: RunSpec, source: Source, server: FeatureServer | None) -> None:
+    """Give the source of a training the server that it needs; a UserError says that there is none,
+    or one that it does not need.
+    """
     if source.needs_server:
-        if not spec.server:
+        if server is None:
             raise UserError(
                 f"source={spec.source.choice}: name the server, as in server=vllm "
                 "server.url=http://127.0.0.1:8000/v1"
             )
-        source.use_server(spec.server.build())
-    elif spec.server:
+        source.use_server(server)
+    elif server is not None:
         raise UserError(
             f"server={spec.server.choice}: source={spec.source.choice} requests nothing of a "
             "server; use source=server, or leave server out"
         )
-    return source
 
 
-def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
-    """Return the run folder, the same on every process; the first process holds its lock until
-    `stack` is closed.
+def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
+    """Choose the run folder and lock it until `stack` is closed. A folder with a run in it is
+    accepted only with trainer.resume.
     """
     if spec.run is None and spec.resume is not None:
         raise UserError(
             f"trainer.resume={spec.resume}: say which run to go on with, as in run=runs/NAME"
         )
-    # The folder, or why there is none: all processes of a launch end alike.
-    outcome: list[Path | UserError | None] = [None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = choose_folder(spec, stack)
-        except UserError as error:
-            outcome[0] = error
-    if accelerator.num_processes > 1:
-        broadcast_object_list(outcome)
-    if isinstance(outcome[0], UserError):
-        raise outcome[0]
-    assert outcome[0] is not None
-    return outcome[0]
-
-
-def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
-    """Choose and lock the run folder. A folder with a run in it is accepted only with
-    trainer.resume.
-    """
     if spec.run is None:
         base = Path("runs") / f"{spec.name}-{spec.target_name}"
         names = chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
@@ -265,6 +262,17 @@ def is_finished(run: Path) -> bool:
     return (run / "drafter" / "config.json").exists()
 
 
+def describe_result(spec: RunSpec, run: Path) -> str | None:
+    """Say where the results of a run are to which nothing is to be added; None for any other."""
+    if not is_finished(run):
+        return None
+    if not spec.eval:
+        return f"{run} is finished: its drafter is in {run / 'drafter'}"
+    if (run / "eval" / spec.evaluation_name / "summary.json").exists():
+        return f"{run} is finished and scored: see {run / 'eval'}"
+    return None
+
+
 def check_is_new(run: Path) -> None:
     """Raise a UserError if a folder holds a run."""
     if (run / "config.yaml").exists():
@@ -274,7 +282,21 @@ def check_is_new(run: Path) -> None:
         )
 
 
-def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
+def open_run(inputs: TrainingInputs, run: Path, accelerator: Accelerator) -> int:
+    """Write what describes a run before it trains, as soon as all processes have loaded its
+    inputs; return the step that it goes on from.
+    """
+    checkpoint = latest_checkpoint(run)
+    if accelerator.is_main_process:
+        write_settings(run, inputs.spec, inputs.facts, checkpoint)
+        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
+    wait_for_loading(accelerator, run)
+    return 0 if checkpoint is None else checkpoint_step(checkpoint)
+
+
+def write_settings(
+    run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None
+) -> None:
     """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps
     its own.
 
@@ -321,43 +343,21 @@ def save_trained(inputs: TrainingInputs, run: Path, result: TrainingResult) -> N
     )
 
 
-def score_trained(
-    inputs: TrainingInputs,
-    run: Path,
-    is_reusable: bool,
-    accelerator: Any,
-    tracker: Tracker,
-) -> None:
-    """Score the trained drafter from memory or, if it was sharded, load it again."""
-    spec, target = inputs.spec, inputs.target
-    scoring: RunScoring | None = None
-    if target.sharding == "none" and is_reusable:
-        if accelerator.is_main_process:
-            scoring = RunScoring(
-                spec, run, target, inputs.drafter, inputs.evaluation, inputs.dataset
-            )
-    else:
-        if target.sharding != "none":
-            # Every process loads the saved drafter.
-            accelerator.wait_for_everyone()
-        trained = inputs.drafter.capabilities.target_training
-        scoring = load_scoring(spec, run, None if trained else target)
-    if scoring is not None:
-        scoring.score(tracker)
-
-
-def score_finished(spec: RunSpec, run: Path, is_main: bool) -> None:
-    """Score the drafter of a finished run if it has no score yet; otherwise print where the
-    results are.
+def make_scoring(
+    inputs: TrainingInputs, run: Path, is_reusable: bool, accelerator: Accelerator
+) -> RunScoring | None:
+    """Return what scores the trained drafter from memory or, if it was sharded, loaded again; None
+    on a process that scores nothing.
     """
-    if not spec.eval:
-        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
-    elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
-        print(f"{run} is finished and scored: see {run / 'eval'}")
-    else:
-        tracker = spec.tracker.build() if is_main else None
-        step = read_last_step(run / METRICS_NAME)
-        with track_run(tracker, run, spec.to_nodes(), step=step) as run_tracker:
-            scoring = load_scoring(spec, run)
-            if scoring is not None:
-                scoring.score(run_tracker)
+    spec, target = inputs.spec, inputs.target
+    if target.sharding == "none" and is_reusable:
+        if not accelerator.is_main_process:
+            return None
+        return RunScoring(
+            spec, run, target, inputs.drafter, inputs.evaluation, inputs.decoding, inputs.dataset
+        )
+    if target.sharding != "none":
+        # Every process loads the saved drafter.
+        accelerator.wait_for_everyone()
+    trained = inputs.drafter.capabilities.target_training
+    return load_scoring(spec, run, None if trained else target)

@@ -450,7 +450,7 @@ def test_values_are_converted_to_the_declared_type(text: str, expected: float) -
     """What yaml reads as text or as a whole number reaches the constructor as its type."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={text}"])
-    lr = RunSpec.from_config(config).trainer.get("lr")
+    lr = RunSpec.from_config(config).trainer.settings.get("lr")
     assert type(lr) is float and lr == expected
 
 

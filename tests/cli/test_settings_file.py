@@ -49,8 +49,8 @@ def read_spec(*words: str) -> RunSpec:
 def test_the_file_is_a_layer_between_the_recipe_and_the_command(file: Path) -> None:
     spec = read_spec("trainer.max_steps=9")
     assert (spec.target.choice, spec.data.choice, spec.tree.choice) == ("tiny", "jsonl", "chain")
-    assert spec.data.get("path") == "chats.jsonl" and spec.run == "runs/mine"
-    assert spec.trainer.get("max_steps") == 9 and spec.trainer.get("lr") == 1e-3
+    assert spec.data.settings.get("path") == "chats.jsonl" and spec.run == "runs/mine"
+    assert spec.trainer.settings.get("max_steps") == 9 and spec.trainer.settings.get("lr") == 1e-3
     assert spec.trainer.find_layer("max_steps") == "command"
     assert spec.trainer.find_layer("lr") == "file" and spec.tree.find_layer("depth") == "file"
     assert spec.drafter.find_layer("ttt_steps") in ("recipe", "config", "default")
@@ -61,7 +61,7 @@ def test_the_file_is_a_layer_between_the_recipe_and_the_command(file: Path) -> N
 def test_a_choice_of_the_command_replaces_the_group_of_the_file(file: Path) -> None:
     spec = read_spec("data=embedded", "tree=eagle2")
     assert spec.data.choice == "embedded" and spec.data.origin is None
-    assert spec.data.get("path") is None and spec.tree.layer == "command"
+    assert spec.data.settings.get("path") is None and spec.tree.layer == "command"
 
 
 def test_a_path_that_the_command_names_may_be_downloaded(file: Path) -> None:

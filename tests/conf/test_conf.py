@@ -247,7 +247,7 @@ def test_own_data_is_read_whole(recipe: str) -> None:
                 config = compose_settings(
                     "train", f"recipe={recipe}", "target=tiny", *words.split()
                 )
-                assert RunSpec.from_config(config).data.get("limit") == limit
+                assert RunSpec.from_config(config).data.settings.get("limit") == limit
     finally:
         register_resolvers()
 

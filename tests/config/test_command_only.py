@@ -183,10 +183,10 @@ def test_a_score_takes_execute_from_its_command_alone(tmp_path: Path) -> None:
             resolve_eval_spec(compose_config("eval", {"run": tmp_path, **settings})[0])[0]
             for settings in ({}, {"eval.execute": "true"}, {"eval.prompts": "x.jsonl"})
         ]
-    assert [spec.eval.get("execute") for spec in specs] == [None, True, None]
-    assert [spec.eval.get("limit") for spec in specs[:2]] == [3, 3] and specs[0].eval.get(
-        "serve_in"
-    ) is None
+    assert [spec.eval.settings.get("execute") for spec in specs] == [None, True, None]
+    assert [spec.eval.settings.get("limit") for spec in specs[:2]] == [3, 3] and specs[
+        0
+    ].eval.settings.get("serve_in") is None
     # What the file names is not downloaded; what the command names is.
     assert [spec.eval.origin for spec in specs] == [str(tmp_path), str(tmp_path), None]
 

@@ -99,7 +99,9 @@ def test_words_with_and_without_parts_make_the_same_run() -> None:
         compose_training([*words, "eval.dataset.limit=7", "eval.output.report=false"]),
     ]
     assert specs[0].eval == specs[1].eval
-    assert specs[0].eval.get("limit") == 7 and specs[0].eval.get("max_new_tokens") in (64, 128)
+    assert specs[0].eval.settings.get("limit") == 7 and specs[0].eval.settings.get(
+        "max_new_tokens"
+    ) in (64, 128)
     for spec in specs:
         assert spec.eval.find_layer("limit") == "command"
         assert spec.eval.find_layer("max_new_tokens") == "recipe"

@@ -338,7 +338,9 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(DOCUMENTS["README.md"].splitlines()) <= 110
+    """A recipe of the core adds a row to the table of families, which is not counted."""
+    lines = DOCUMENTS["README.md"].splitlines()
+    assert len([line for line in lines if not line.startswith("| `")]) <= 100
 
 
 def list_claims() -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -434,7 +435,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], message: str) -> None:
     """A setting that cannot be met is refused under its own key."""
     with pytest.raises(UserError, match=message):
-        Causal(shallow, **options)
+        GroupSpec("drafter", "causal", options).build(target=shallow)
 
 
 # Training

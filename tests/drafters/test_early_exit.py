@@ -821,7 +821,7 @@ WRONG = [
 def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message: str) -> None:
     """A setting out of range is refused with what to write."""
     with pytest.raises(UserError, match=message):
-        EarlyExit(tiny, **options)
+        GroupSpec("drafter", "early_exit", options).build(target=tiny)
 
 
 def test_dropout_changes_the_loss_in_training_only(tiny: Target) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.cli.main import dispatch_command
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -548,7 +549,7 @@ def test_wrong_settings_are_named(shallow: Target, options: dict[str, Any], mess
     write instead.
     """
     with pytest.raises(UserError, match=message):
-        Medusa(shallow, **options)
+        GroupSpec("drafter", "medusa", options).build(target=shallow)
 
 
 # A complete run

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -241,4 +242,4 @@ def test_what_is_not_there_is_refused(shallow: Target, tmp_path: Path) -> None:
     ):
         Mtp(shallow, start="shipped")
     with pytest.raises(UserError, match="num_steps"):
-        Mtp(shallow, num_steps=0)
+        GroupSpec("drafter", "mtp", {"num_steps": 0}).build(target=shallow)

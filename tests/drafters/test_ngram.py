@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.config.build import GroupSpec
 from spectrain.copying.occurrences import IndexedText
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -159,4 +160,4 @@ def test_a_long_text_costs_no_more() -> None:
 )
 def test_wrong_settings_are_refused(shallow: Target, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match="drafter.*: use 1"):
-        Ngram(shallow, **options)
+        GroupSpec("drafter", "ngram", options).build(target=shallow)

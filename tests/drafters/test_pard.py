@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
+from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
@@ -533,10 +534,10 @@ def test_the_mask_starts_near_the_mean_embedding(shallow: Target) -> None:
     ("options", "sentence"),
     [
         ({"num_drafts": 1}, r"drafter\.num_drafts=1: use 2 or more"),
-        ({"keep": 0.0}, r"drafter\.keep=0\.0: use more than 0 and at most 1"),
+        ({"keep": 0.0}, r"drafter\.keep=0\.0: use more than 0"),
         ({"keep": 1.5}, r"drafter\.keep=1\.5"),
         ({"keep": float("nan")}, r"drafter\.keep=nan"),
-        ({"keep_least": 0.0}, r"drafter\.keep_least=0\.0: use more than 0 and at most 1"),
+        ({"keep_least": 0.0}, r"drafter\.keep_least=0\.0: use more than 0"),
         ({"keep_least": 1.1}, r"drafter\.keep_least=1\.1"),
         (
             {"num_layers": 2, "architecture": ARCHITECTURE},
@@ -554,4 +555,4 @@ def test_wrong_settings_are_refused(
 ) -> None:
     """The message names the key, the value and what to use."""
     with pytest.raises(UserError, match=sentence):
-        Pard(shallow, **options)
+        GroupSpec("drafter", "pard", options).build(target=shallow)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.config.build import GroupSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
@@ -250,4 +251,4 @@ def test_drafts_are_those_of_a_forward_of_the_full_text(shallow: Target) -> None
 )
 def test_wrong_settings_are_refused(shallow: Target, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        make_drafter(shallow, **options)
+        GroupSpec("drafter", "pard", {"num_layers": 2, **options}).build(target=shallow)

@@ -260,7 +260,10 @@ def test_a_hybrid_takes_a_drafter_by_its_directory(shallow: Target, tmp_path: Pa
         tmp_path / "whole", drafter, RunSpec.from_nodes(composed("drafter=hybrid", "target=tiny"))
     )
     saved = load_description(tmp_path / "whole", None).drafter
-    assert saved.get("inner")["choice"] == "eagle3" and saved.get("inner")["vocab_size"] == 512
+    assert (
+        saved.settings.get("inner")["choice"] == "eagle3"
+        and saved.settings.get("inner")["vocab_size"] == 512
+    )
     assert saved.build(target=shallow).state_dict().keys() == drafter.state_dict().keys()
     for wrong, words in {
         "ngram": "copies too",

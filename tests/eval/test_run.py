@@ -627,7 +627,7 @@ def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(
     for tree_layers, measured in layers:
         tree = GroupSpec("tree", "chain", {"depth": 3}, layers=tree_layers)
         spec = RunSpec(eval=GroupSpec("eval", "default"), tree=tree)
-        assert spec.with_default_tree().eval.get("measured") == measured
+        assert spec.with_default_tree().eval.settings.get("measured") == measured
     eagle3 = Eagle3(shallow, vocab_size=512)
     ngram = Ngram(shallow)
     for drafter, builder, settings, first in (

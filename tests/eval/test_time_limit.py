@@ -120,7 +120,7 @@ def test_disturbed_pairs_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> N
     clock = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     decoding = Clocked(TimeLimit(60, clock=lambda: clock[0]), clock, unsteady=True)
-    monkeypatch.setattr(decoding, "_decode_pair", lambda system, request: make_turn())
+    monkeypatch.setattr(decoding, "_decode_pairs", lambda system, batch: [make_turn()])
     decoding.run([SimpleNamespace(tokenize_for=lambda target: [1])] * 9)  # type: ignore[list-item]
     assert decoding.repeated == {("drafter", 0), ("drafter", 4), ("drafter", 8)}
     assert not find_disturbed(decoding.turns["drafter"])

@@ -48,7 +48,11 @@ def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> Non
     save_drafter_config(run / "drafter" if inside else run)
     config, folder = resolve_eval(f"run={run}")
     assert folder == run
-    assert (config.drafter.get("longest"), config.tree.get("depth"), config.recipe_name) == (
+    assert (
+        config.drafter.settings.get("longest"),
+        config.tree.settings.get("depth"),
+        config.recipe_name,
+    ) == (
         5,
         7,
         "mine",
@@ -67,7 +71,7 @@ def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
         "tree", "chain", {"depth": 2}
     )
     chosen = resolve_eval(f"run={run}", "tree=eagle2")[0].tree
-    assert chosen.choice == "eagle2" and chosen.get("depth") == 5
+    assert chosen.choice == "eagle2" and chosen.settings.get("depth") == 5
     with pytest.raises(UserError, match=r"tree\.depht.*depth"):
         resolve_eval(f"run={run}", "++tree.depht=2")
 
@@ -76,12 +80,13 @@ def test_eval_is_named_after_its_prompts(tmp_path: Path) -> None:
     """Another set of prompts gets a folder of its own unless it is named."""
     run = save_drafter_config(tmp_path / "run")
     assert (
-        resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.get("name") == "maths"
+        resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.settings.get("name")
+        == "maths"
     )
     assert (
         resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[
             0
-        ].eval.get("name")
+        ].eval.settings.get("name")
         == "mine"
     )
 

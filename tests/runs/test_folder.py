@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 
-from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import GROUPS, RunSpec
@@ -30,7 +29,7 @@ from spectrain.runs.resume import (
     check_settings,
     hash_named_files,
 )
-from spectrain.runs.train import choose_folder, open_run
+from spectrain.runs.train import choose_folder, write_settings
 
 
 def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
@@ -152,12 +151,11 @@ def test_a_file_that_a_drafter_reads_is_one_of_its_inputs(tmp_path: Path) -> Non
     """The labels of a judge may change while its conversations stay the same."""
     labels = tmp_path / "labels.jsonl"
     settings = {"labels": str(labels), "model": str(labels), "window": 3}
-    spec = RunSpec(drafter=GroupSpec("drafter", "draft_judge", settings))
-    assert hash_named_files(spec) == {}
+    assert hash_named_files(settings) == {}
     hashes = []
     for text in ("a", "b", "a"):
         labels.write_text(text)
-        hashes.append(hash_named_files(spec))
+        hashes.append(hash_named_files(settings))
     assert hashes[0] == hashes[2] != hashes[1] and hashes[0].keys() == {"labels"}
 
 
@@ -178,11 +176,11 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
         )
         for lr in (1e-3, 1e-2)
     )
-    open_run(tmp_path, old, FACTS)
+    write_settings(tmp_path, old, FACTS)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "best-000001").mkdir(parents=True)
-    open_run(tmp_path, new, replace(FACTS, target_name="other"))
-    assert RunSpec.load(tmp_path / "config.yaml").trainer.get("lr") == 1e-2
+    write_settings(tmp_path, new, replace(FACTS, target_name="other"))
+    assert RunSpec.load(tmp_path / "config.yaml").trainer.settings.get("lr") == 1e-2
     assert json.loads((tmp_path / "provenance.json").read_text())["target_name"] == "other"
     assert not (tmp_path / "metrics.jsonl").exists() and not list(
         (tmp_path / "checkpoints").iterdir()

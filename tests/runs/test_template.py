@@ -63,7 +63,7 @@ def test_arguments_are_saved_with_the_drafter(tmp_path: Path) -> None:
     facts = load_facts(run, "chat_template")
     assert facts == json.loads((run / "drafter" / "config.json").read_text())["chat_template"]
     assert facts is not None and facts["arguments"] == {"enable_thinking": True}
-    assert RunSpec.load(run / "config.yaml").target.get("template_kwargs") == {
+    assert RunSpec.load(run / "config.yaml").target.settings.get("template_kwargs") == {
         "enable_thinking": True
     }
     target = load_tiny(template_kwargs={"enable_thinking": True})

@@ -36,7 +36,7 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_drafter, save_drafter
 from spectrain.runs.resume import InputFacts
-from spectrain.runs.train import open_run
+from spectrain.runs.train import write_settings
 from spectrain.training.checkpoints import resume_advice
 from spectrain.trees import Chain
 
@@ -387,7 +387,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("spectrain.runs.train.write_text", fail_on_full_disk)
     facts = InputFacts("", "", data={}, inputs={})
     with pytest.raises(UserError, match="the disk is full"):
-        open_run(tmp_path / "run", RunSpec(), facts)
+        write_settings(tmp_path / "run", RunSpec(), facts)
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ it. Shapes: B batch, N nodes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,9 +59,10 @@ class Greedy(FixedChoice):
         return AcceptedPath(*tree_greedy(make_nodes(tree), logits))
 
 
+@dataclass(eq=False)
 class SamplingRule(AcceptanceRule):
     """The settings that all sampling rules share. Temperature, top-k and top-p shape p for
-    acceptance, residual and bonus.
+    acceptance, residual and bonus. A rule with further settings is a dataclass, too.
 
     Each draw is keyed by seed, sequence and position, so a run repeats exactly, alone or in a
     batch.
@@ -68,32 +70,26 @@ class SamplingRule(AcceptanceRule):
 
     is_random = True
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-    ) -> None:
-        if not temperature > 0:
+    # Temperature of the target's distribution; it must be above 0.
+    temperature: float = 1.0
+    # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
+    top_k: int = 0
+    # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+    top_p: float = 1.0
+    # Seed of the random draws.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
             raise UserError(
-                f"acceptance.temperature={temperature}: use more than 0, or acceptance=greedy"
+                f"acceptance.temperature={self.temperature}: use more than 0, or acceptance=greedy"
             )
-        if top_k < 0:
+        if self.top_k < 0:
             raise UserError(
-                f"acceptance.top_k={top_k}: use 1 or more, or 0 for the whole vocabulary"
+                f"acceptance.top_k={self.top_k}: use 1 or more, or 0 for the whole vocabulary"
             )
-        if not 0 < top_p <= 1:
-            raise UserError(f"acceptance.top_p={top_p}: use more than 0 and at most 1")
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-        self.seed = seed
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"acceptance.top_p={self.top_p}: use more than 0 and at most 1")
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Return logits [..., V] after temperature, top-k and top-p."""

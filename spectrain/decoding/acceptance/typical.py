@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def lossy_warning(rule: str) -> str:
     return f"LOSSY: acceptance={rule} changes the distribution of the target's output"
 
 
+@dataclass(eq=False)
 class TypicalAcceptance(SequentialRule):
     """Typical acceptance (Cai et al., 2024, section 3.3.1): accept tokens that are likely enough to
     the target. NOT lossless.
@@ -29,28 +31,17 @@ class TypicalAcceptance(SequentialRule):
     name = "typical"
     lossless = False
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Probability above which the target always accepts a token.
-        epsilon: float = 0.09,
-        # Factor on exp(-entropy) of the target, which lowers that threshold where the target is
-        # unsure.
-        delta: float = 0.3,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        for key, value in (("epsilon", epsilon), ("delta", delta)):
+    # Probability above which the target always accepts a token.
+    epsilon: float = 0.09
+    # Factor on exp(-entropy) of the target, which lowers that threshold where the target is
+    # unsure.
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not 0 < value <= 1:
                 raise UserError(f"acceptance.{key}={value}: use more than 0 and at most 1")
-        self.epsilon, self.delta = epsilon, delta
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         best = (1, 0.0, [0])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import deprecation
 
 from spectrain.kernels.dispatch import takes_gradients
 from spectrain.kernels.gated_unit import gated_unit, gated_unit_reference
@@ -86,9 +87,10 @@ def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     The same code runs with another function by the name of the rotation, so that nothing in
     transformers changes.
     """
-    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+    own = _unwrap_renaming(forward)
+    if not isinstance(own, FunctionType) or ROTATION not in own.__code__.co_names:
         return None
-    rotation = forward.__globals__.get(ROTATION)
+    rotation = own.__globals__.get(ROTATION)
     if rotation is None or not _is_rotation(rotation):
         return None
 
@@ -98,13 +100,13 @@ def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
         return rotate_split_heads(q, k, cos, sin)
 
     fused = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTATION: rotate},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+        own.__code__,
+        {**own.__globals__, ROTATION: rotate},
+        own.__name__,
+        own.__defaults__,
+        own.__closure__,
     )
-    fused.__kwdefaults__ = forward.__kwdefaults__
+    fused.__kwdefaults__ = own.__kwdefaults__
 
     @wraps(forward)
     def run(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +115,16 @@ def _fuse_rotation(forward: Callable[..., Any]) -> Callable[..., Any] | None:
         return (fused if by_kernel else forward)(attention, *args, **kwargs)
 
     return run
+
+
+def _unwrap_renaming(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a forward runs behind the wrapper by which transformers renames old arguments.
+
+    The layers of a model pass the new names, so the wrapper changes nothing for them.
+    """
+    is_renaming = getattr(forward, "__globals__", {}).get("__name__") == deprecation.__name__
+    own: Callable[..., Any] = getattr(forward, "__wrapped__", forward) if is_renaming else forward
+    return own
 
 
 def _is_rotation(rotation: Callable[..., Any]) -> bool:

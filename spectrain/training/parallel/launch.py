@@ -8,16 +8,16 @@ and training that is not shared as was asked would go unnoticed.
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.features.context_piece import ContextGroup
@@ -27,6 +27,7 @@ from .base import ParallelStrategy, ReplicatedStrategy
 from .deepspeed import Zero2Strategy, Zero3Strategy
 from .fsdp2 import FullyShardedStrategy
 
+Decision = TypeVar("Decision")
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 STRATEGIES: dict[Sharding, type[ParallelStrategy]] = {
     "ddp": ReplicatedStrategy,
@@ -125,6 +126,25 @@ def wait_for_loading(accelerator: Accelerator, run: Path) -> None:
             f"({first_line(error)[:200]}); its own message says why; then use the same command "
             f"with trainer.resume=auto run={run}"
         ) from error
+
+
+def decide_once(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
+    """Return what `decide` returns on the main process, which alone calls it; a UserError that it
+    raises there is raised on every process, so that all of a launch end alike.
+    """
+    outcome: list[Decision | UserError | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = decide()
+        except UserError as error:
+            outcome[0] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    decision = outcome[0]
+    if isinstance(decision, UserError):
+        raise decision
+    assert decision is not None
+    return decision
 
 
 def disconnect_processes() -> None:

@@ -22,7 +22,6 @@ from spectrain.drafters.layers.heads import ResBlock
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.output_layer import make_output_layer, project_down
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision, embed_as_target
-from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.host_copies import select_rows
@@ -99,9 +98,6 @@ class Hydra(HeadsDrafter):
         head_rank: Width | None = None,
     ) -> None:
         super().__init__()
-        for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
-            if value < 1:
-                raise UserError(f"drafter.{key}={value}: use 1 or more")
         self.divergence = loss
         self.head_decay = head_decay
         self.head = target.head

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,26 +32,16 @@ from spectrain_research.shared.divergence import jensen_shannon
 Criterion = Literal["chow", "diff", "opt", "token"]
 
 
+@dataclass(eq=False)
 class BlendingRule(SequentialRule):
     """Recursive rejection sampling towards `blend(p, q)`."""
 
     lossless = False
     children = DRAWN_CHILDREN
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        self.rejection_rule = RecursiveRejection(temperature, top_k, top_p, seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rejection_rule = RecursiveRejection(*self.sampling_settings)
 
     @abstractmethod
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
@@ -80,6 +70,7 @@ def total_variation(p: Vector, q: Vector) -> Any:
     return (p - q).clip(0).sum()
 
 
+@dataclass(eq=False)
 class Deferral(BlendingRule):
     """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter can be
     trusted, else p.
@@ -98,28 +89,19 @@ class Deferral(BlendingRule):
 
     name = "deferral"
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Criterion that decides when the target is used instead of the drafter: chow, diff or opt
-        # for a whole position, token for each token.
-        defer: Criterion = "opt",
-        # How much worse than the target the drafter may be; larger values leave more to the
-        # drafter.
-        alpha: float = 0.3,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not math.isfinite(alpha):
-            raise UserError(f"acceptance.alpha={alpha}: use a number, as in acceptance.alpha=0.3")
-        self.defer, self.alpha = defer, alpha
+    # Criterion that decides when the target is used instead of the drafter: chow, diff or opt
+    # for a whole position, token for each token.
+    defer: Criterion = "opt"
+    # How much worse than the target the drafter may be; larger values leave more to the
+    # drafter.
+    alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.alpha):
+            raise UserError(
+                f"acceptance.alpha={self.alpha}: use a number, as in acceptance.alpha=0.3"
+            )
 
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
         if self.defer == "token":
@@ -134,6 +116,7 @@ class Deferral(BlendingRule):
         return q if q.max() >= least else p
 
 
+@dataclass(eq=False)
 class BoundedSampling(BlendingRule):
     """Sampling within a bounded distance of the target (Yin et al., 2024, arXiv 2411.00841). NOT
     lossless.
@@ -146,25 +129,14 @@ class BoundedSampling(BlendingRule):
 
     name = "bounded"
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Largest total variation distance, from 0 to 1, between the sampled and the target's
-        # distribution at a position.
-        bias: float = 0.1,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not 0 <= bias <= 1:
-            raise UserError(f"acceptance.bias={bias}: it is a total variation; use 0 to 1")
-        self.bias = bias
+    # Largest total variation distance, from 0 to 1, between the sampled and the target's
+    # distribution at a position.
+    bias: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.bias <= 1:
+            raise UserError(f"acceptance.bias={self.bias}: it is a total variation; use 0 to 1")
 
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
         distance = total_variation(p, q)
@@ -172,6 +144,7 @@ class BoundedSampling(BlendingRule):
         return (1 - share) * p + share * q
 
 
+@dataclass(eq=False)
 class Fuzzy(BlendingRule):
     """Fuzzy speculative decoding (Holsman et al., 2025, arXiv 2502.20704), the second stage of
     PyramidSD (Byun et al., 2025, arXiv 2510.12966). NOT lossless.
@@ -185,25 +158,14 @@ class Fuzzy(BlendingRule):
 
     name = "fuzzy"
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Largest Jensen-Shannon divergence of the target and the drafter, in nats, at which every
-        # draft is accepted.
-        divergence: float = 0.1,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not divergence >= 0:
-            raise UserError(f"acceptance.divergence={divergence}: use 0 nats or more")
-        self.divergence = divergence
+    # Largest Jensen-Shannon divergence of the target and the drafter, in nats, at which every
+    # draft is accepted.
+    divergence: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.divergence >= 0:
+            raise UserError(f"acceptance.divergence={self.divergence}: use 0 nats or more")
 
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
         return q if jensen_shannon(as_tensor(p), as_tensor(q)) <= self.divergence else p
@@ -214,6 +176,7 @@ def as_tensor(vector: Vector) -> Tensor:
     return vector if isinstance(vector, Tensor) else torch.from_numpy(vector.astype(float))
 
 
+@dataclass(eq=False)
 class Sigmoid(SequentialRule):
     """Speculative sampling with a sigmoid of each logit instead of the softmax (Wagner et al.,
     2024, arXiv 2406.11016).
@@ -233,26 +196,15 @@ class Sigmoid(SequentialRule):
     children = DRAWN_CHILDREN
     chains_only = True
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Log-probability that the sigmoid maps to 1/2.
-        low: float = 0.0,
-        # Log-probability that the sigmoid maps to 0.73; it must be above acceptance.low.
-        high: float = 1.0,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not low < high < math.inf:
-            raise UserError(f"acceptance.high={high}: use more than acceptance.low={low}")
-        self.low, self.high = low, high
+    # Log-probability that the sigmoid maps to 1/2.
+    low: float = 0.0
+    # Log-probability that the sigmoid maps to 0.73; it must be above acceptance.low.
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low < self.high < math.inf:
+            raise UserError(f"acceptance.high={self.high}: use more than acceptance.low={self.low}")
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         path = [0]

@@ -26,7 +26,9 @@ def adapter_shape(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[s
 def read_shape(spec: GroupSpec, files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
     """Return the settings that a description of our own files may omit."""
     adapter = files.read_sidecar("adapter_config.json")
-    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": spec.get("alpha", 32.0)})
+    return adapter_shape(
+        files.tensors, adapter or {"r": 0, "lora_alpha": spec.settings.get("alpha", 32.0)}
+    )
 
 
 def require_adapter(drafter: DrafterCheckpoint, reason: str) -> dict[str, Any]:

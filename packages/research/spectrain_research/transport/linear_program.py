@@ -21,6 +21,7 @@ MAX_TRUNCATED = 32  # tokens of a linear program, which has a variable for every
 CHANCE_PARTS = 2**20
 
 
+@dataclass(eq=False)
 class TruncatedLinearProgram(Tournament):
     """The truncated linear program (Khisti et al., 2024, appendix I): choose between two drafts to
     accept most.
@@ -35,27 +36,16 @@ class TruncatedLinearProgram(Tournament):
 
     name = "programme"
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Number of tokens between whose pairs the linear program decides.
-        truncated: int = 5,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not 1 <= truncated <= MAX_TRUNCATED:
+    # Number of tokens between whose pairs the linear program decides.
+    truncated: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.truncated <= MAX_TRUNCATED:
             raise UserError(
-                f"acceptance.truncated={truncated}: use 1 to {MAX_TRUNCATED}; the linear program "
-                "has a variable per pair"
+                f"acceptance.truncated={self.truncated}: use 1 to {MAX_TRUNCATED}; the linear "
+                "program has a variable per pair"
             )
-        self.truncated = truncated
 
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[StayChance], Vector]:
         stay_chances: list[StayChance] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,7 @@ class Tournament(SequentialRule):
         ]
 
 
+@dataclass(eq=False)
 class ImportanceSampling(Tournament):
     """Importance-sampled choice (Khisti et al., 2024, section 4).
 
@@ -159,28 +161,17 @@ class ImportanceSampling(Tournament):
 
     name = "importance"
 
-    def __init__(
-        self,
-        # Temperature of the target's distribution; it must be above 0.
-        temperature: float = 1.0,
-        # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
-        top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
-        # it.
-        top_p: float = 1.0,
-        # Seed of the random draws.
-        seed: int = 0,
-        # Exponent of the importance weights p / q; larger values prefer more strongly what the
-        # target prefers.
-        sharpness: int = 2,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not 1 <= sharpness <= MAX_WEIGHT_POWER:
+    # Exponent of the importance weights p / q; larger values prefer more strongly what the
+    # target prefers.
+    sharpness: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.sharpness <= MAX_WEIGHT_POWER:
             raise UserError(
-                f"acceptance.sharpness={sharpness}: use 1 to {MAX_WEIGHT_POWER}; larger values "
-                "give all drafts equal weights"
+                f"acceptance.sharpness={self.sharpness}: use 1 to {MAX_WEIGHT_POWER}; larger "
+                "values give all drafts equal weights"
             )
-        self.sharpness = sharpness
 
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[StayChance], Vector]:
         powers = self._weight_powers(p, q)

@@ -46,7 +46,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
         if (
             spec.run is None
             and spec.recipe_name is not None
-            and spec.server.get("acceptance_rates")
+            and spec.server.settings.get("acceptance_rates")
             and not capture
         ):
             if print_only:

@@ -83,7 +83,7 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
 
     What goes wrong in an engine fails no command: one sentence says what it was.
     """
-    requested = spec.eval.get("serve_in") if spec.eval else None
+    requested = spec.eval.settings.get("serve_in") if spec.eval else None
     if requested is None or int(os.environ.get("RANK", 0)) > 0:
         return
     trials = [trial for trial in TRIALS if requested in ("auto", trial.name)]
@@ -143,7 +143,9 @@ def score_quietly(
     port, baseline_port = find_free_ports(2)
     ports = {"port": port, "baseline_port": baseline_port, "start_seconds": START_SECONDS}
     prompt_settings = {
-        key: spec.eval.get(key) for key in PROMPT_SETTINGS if spec.eval.get(key) is not None
+        key: spec.eval.settings.get(key)
+        for key in PROMPT_SETTINGS
+        if spec.eval.settings.get(key) is not None
     }
     config = {
         "run": str(run),

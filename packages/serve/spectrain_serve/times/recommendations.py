@@ -23,8 +23,8 @@ def advise_plan(spec: RunSpec, rates: Sequence[float] | None) -> list[str]:
         return []
     engine = str(spec.server.choice)
     target = TargetFiles.from_settings(spec.target.node).short_name
-    dtype = spec.server.get("dtype")
-    threads = spec.server.get("threads")
+    dtype = spec.server.settings.get("dtype")
+    threads = spec.server.settings.get("threads")
     if measured := find_times(target, engine, dtype=dtype, threads=threads):
         acceptance = f"plan.acceptance_rates={rates}"
         return [advise_engine(times, rates, acceptance=acceptance) for times in measured]

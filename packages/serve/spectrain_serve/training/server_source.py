@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from spectrain.config.values import Count, Positive
 from spectrain.data.chat import Example
 from spectrain.errors import UserError
 from spectrain.features.base import (
@@ -91,7 +92,7 @@ class ServerSource(FeatureSource):
     def __init__(
         self,
         # Number of batches that are requested before the trainer needs them.
-        ahead: int = 8,
+        ahead: Count = 8,
         # Whether the features are stored in source.path, so that later epochs and runs request
         # nothing again.
         keep: bool = False,
@@ -101,12 +102,10 @@ class ServerSource(FeatureSource):
         # and fp8 and int8 store one scale per token and layer.
         dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
         # Largest size of the store, in gigabytes.
-        max_gb: float = 100.0,
+        max_gb: Positive = 100.0,
         # Size of one shard of the store, in megabytes.
-        shard_mb: float = 512.0,
+        shard_mb: Positive = 512.0,
     ) -> None:
-        if ahead < 1:
-            raise UserError(f"source.ahead={ahead}: use 1 or more")
         if keep != (path is not None):
             raise UserError(
                 "source.keep: features are stored with source.keep=true source.path=DIR; give "

@@ -46,7 +46,9 @@ def check_cause(
         )
     )
     if cause is None:
-        assert own["equal"] == own["checked"] == NUM_PROMPTS
+        assert own["checked"] == own["same_outputs"] == NUM_PROMPTS
+        # An engine adds in another order, which may decide a near tie of two draft logits.
+        assert own["equal"] >= NUM_PROMPTS - 1 and own.get("cause") is None
     else:
         assert own["equal"] <= NUM_PROMPTS // 2 and own["cause"]["name"] == cause
         assert own["cause"]["agreement"]["share"] > 0.95

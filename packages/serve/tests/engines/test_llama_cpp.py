@@ -28,6 +28,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from packages.serve.tests.export.gguf_files import Change, change_gguf, change_rows, separate
 from spectrain.cli.export import export_command
@@ -47,6 +48,9 @@ from spectrain.models.target import Target
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
 from spectrain.servers.ports import find_free_port
 from spectrain.trees import Chain
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Rollout
+from spectrain.trees.token_tree import TokenTree
 from spectrain_serve.engines.launch import RunningEngine, start_engine
 from spectrain_serve.engines.llamacpp import find_program
 from spectrain_serve.engines.llamacpp_command import LlamaCppSettings
@@ -70,6 +74,9 @@ TOKENS = 64
 # Two logits that differ by less may change places, because llama.cpp adds in another order than
 # torch; texts parted at 0.00017.
 TIE = 0.0005
+# The same of draft logits, which come from three layers' states of up to 1,700: in 755 rounds one
+# draft token parted, at 0.00048.
+DRAFT_TIE = 0.001
 LOADERS = {"smollm2": load_smollm2, "tiny": load_tiny}
 CASES = {
     "EAGLE-3, shipped": ("smollm2", "smollm2-eagle3"),
@@ -120,6 +127,8 @@ class Case:
 
     reference: Reference
     drafter: DrafterLaunch
+    gaps: list[list[list[float]]]
+    """Distances of the two best draft logits, by prompt, round and draft token."""
 
     @property
     def lengths(self) -> list[int]:
@@ -130,6 +139,34 @@ class Case:
     def limits(self) -> list[int]:
         """Return the numbers of tokens to request."""
         return [length + 1 for length in self.lengths]
+
+
+class RecordedChain(Chain):
+    """A chain that keeps the distance of the two best draft logits of every token that it drafts,
+    by round.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.gaps: list[list[float]] = []
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        gaps: list[float] = []
+
+        def record(draft: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def run(*args: Any) -> Tensor:
+                outputs = draft(*args)
+                first, second = outputs[0, -1].topk(2).values.tolist()
+                gaps.append(first - second)
+                return outputs
+
+            return run
+
+        rollout.start = record(rollout.start)  # type: ignore[method-assign]
+        rollout.extend = record(rollout.extend)  # type: ignore[method-assign]
+        tree = super().expand(prefix, rollout)
+        self.gaps.append(gaps)
+        return tree
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +218,13 @@ def make_case(
         reference = plain(target_name)
         launch = make_launch(target_name, out)
         module = load_drafter(read_drafter(out, TargetFiles(target_name)), reference.target)
+        chains = [RecordedChain(launch.num_tokens) for _ in reference.prompts]
         generations = [
-            decode(reference.target, [prompt], Greedy(), TOKENS, module, Chain(launch.num_tokens))[
-                0
-            ]
-            for prompt in reference.prompts
+            decode(reference.target, [prompt], Greedy(), TOKENS, module, chain)[0]
+            for prompt, chain in zip(reference.prompts, chains)
         ]
-        return Case(replace(reference, generations=generations), launch)
+        gaps = [chain.gaps for chain in chains]
+        return Case(replace(reference, generations=generations), launch, gaps)
 
     return make
 
@@ -290,23 +327,45 @@ def test_rounds_are_those_of_our_chain(
     target_file: Callable[..., str],
 ) -> None:
     """With the exported drafter the text is that of plain decoding, and every round accepts as
-    many tokens as ours.
+    many tokens as ours, up to a round whose first other draft token stands at a near tie of two
+    draft logits; at most two prompts have one.
     """
     case = make_case(name)
     reference = case.reference
     answers = answer(target_file(reference.name), case.drafter, reference.prompts, case.limits)
     rounds = [rounds_of(completion) for completion in answers]
-    same = sum(left == right for left, right in zip(rounds, reference.rounds))
+    ties = {
+        index: find_draft_gap(left, right, gaps)
+        for index, (left, right, gaps) in enumerate(zip(rounds, reference.rounds, case.gaps))
+        if left != right
+    }
     report(
         name,
         rounds=sum(map(len, rounds)),
         accepted=count_by_position(rounds),
         ours=count_by_position(reference.rounds),
-        prompts_with_the_same_rounds=same,
+        prompts_with_the_same_rounds=PROMPTS - len(ties),
+        gaps_of_others=ties,
     )
-    for index in find_same_texts(plain(reference.name), answers, case.lengths):
-        assert rounds[index] == reference.rounds[index]
+    same_texts = find_same_texts(plain(reference.name), answers, case.lengths)
+    parted = {index: gap for index, gap in ties.items() if index in same_texts}
+    assert len(parted) <= 2
+    assert all(gap < DRAFT_TIE for gap in parted.values()), parted
     assert count_by_position(rounds)[0] >= 50
+
+
+def find_draft_gap(
+    served: Sequence[int], own: Sequence[int], gaps: Sequence[Sequence[float]]
+) -> float:
+    """Return the distance of our two best draft logits where the first draft token differs.
+
+    The first round of another length accepted fewer draft tokens in one of two decodings, so the
+    next one is another token there.
+    """
+    position = first_difference([*served], [*own])
+    assert position is not None and position < min(len(served), len(own))
+    accepted = min(served[position], own[position]) - 1
+    return gaps[position][accepted]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -18,7 +18,6 @@ from spectrain.output.verbosity import print_json, result_output
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.init_drafter import apply_init_shape
 from spectrain.runs.lock import require_folder
-from spectrain.runs.score import build_decoding
 from spectrain.runs.train import check_is_new
 from spectrain_studies.planning.plan import Plan, find_conversion
 
@@ -37,11 +36,8 @@ def dry_run(spec: RunSpec) -> None:
             check_is_new(Path(spec.run))
     # Hours need timed steps, which are the command's.
     plan = Plan(calibrate=False).run(spec)
-    reader = spec.data.build()
+    reader, evaluation, *_ = spec.build("data", "eval", "tree", "acceptance")
     reader.load_conversations()
-    evaluation = spec.eval.build()
-    if evaluation is not None:
-        build_decoding(spec)
     target = load_without_writing(spec)
     if evaluation is not None:
         evaluation.check_prompts(target)

@@ -74,7 +74,7 @@ class Models:
                 training.start_training(target)
         with torch.device("meta"):
             adapt_drafter(spec, drafter, target)
-        weight_format = find_format_name(target, spec.target.get("quantization"))
+        weight_format = find_format_name(target, spec.target.settings.get("quantization"))
         return cls(
             target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format, num_devices
         )

@@ -98,7 +98,7 @@ def has_weights_here(spec: RunSpec) -> bool:
     """Tell whether the target's weights can be loaded without a download, and without converting
     a GGUF file.
     """
-    model = spec.target.get("model")
+    model = spec.target.settings.get("model")
     if model is None:
         return True
     converted = TargetFiles.from_settings(spec.target.node, with_weights=False).converted_directory

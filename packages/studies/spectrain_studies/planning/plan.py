@@ -251,7 +251,7 @@ def find_conversion(spec: RunSpec, files: TargetFiles) -> Path | None:
     where they are written, or are read as they are.
     """
     converted = files.converted_directory
-    keeps_blocks = spec.target.get("quantization") in BLOCK_QUANTIZATIONS
+    keeps_blocks = spec.target.settings.get("quantization") in BLOCK_QUANTIZATIONS
     if converted is None or keeps_blocks or (converted / "config.json").exists():
         return None
     return converted
