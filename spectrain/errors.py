@@ -5,10 +5,15 @@ valid names.
 import difflib
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from json import JSONDecodeError
+from typing import ParamSpec, TypeVar
 
 from spectrain.output.text import clean_line
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -31,6 +36,8 @@ class RunError(RuntimeError):
 
 # What shells add to the number of a signal that ended a command.
 SIGNAL_STATUS = 128
+# The class of what fails in a library written in Rust, which is no Exception.
+RUST_FAILURE = "PanicException"
 
 
 class RunInterrupted(Exception):
@@ -104,6 +111,30 @@ def describe_error(error: BaseException) -> str:
 
 
 MAX_LISTED = 60  # options that a message lists
+
+
+def explain_calls(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a call that leaves out a required argument of a function, or gives one that it does not
+    have, raise a UserError.
+    """
+    from inspect import signature as read_signature
+
+    signature = read_signature(function)
+    taken = ", ".join(
+        f"**{name}" if entry.kind is entry.VAR_KEYWORD else name
+        for name, entry in signature.parameters.items()
+        if name not in ("self", "cls")
+    )
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"{function.__name__}: {error}; its arguments are {taken}") from error
+        return function(*args, **kwargs)
+
+    return call
 
 
 def suggest_nearest(name: str, options: Iterable[str]) -> str:

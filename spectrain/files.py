@@ -236,9 +236,11 @@ def open_in_place(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 def check_encoding(start: bytes, path: Path) -> None:
     """Raise a UserError where the first bytes of a file are the byte-order mark of another
-    encoding than UTF-8.
+    encoding than UTF-8, or hold a zero, as those of such an encoding without a mark.
     """
     encoding = next((name for mark, name in FOREIGN_MARKS.items() if start.startswith(mark)), None)
+    if encoding is None and 0 in start:
+        encoding = "UTF-16 or UTF-32"
     if encoding is not None:
         raise UserError(f"{path}: it is {encoding} text; save it as UTF-8")
 

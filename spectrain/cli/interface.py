@@ -24,7 +24,7 @@ from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError
+from spectrain.errors import UserError, explain_calls
 from spectrain.export.hub import check_repository, push
 from spectrain.export.targets import TargetFiles
 from spectrain.models.bundled import SMOLLM2_NAME
@@ -61,6 +61,7 @@ PLAIN_TYPES = (str, bool, int, float, os.PathLike, list, tuple, dict, type(None)
 """Types of values that a setting may have."""
 
 
+@explain_calls
 def train(
     recipe: str,
     run: str | os.PathLike[str] | None = None,
@@ -183,6 +184,7 @@ class PretrainedDrafter:
         )
 
     @classmethod
+    @explain_calls
     def from_pretrained(
         cls, name: str | os.PathLike[str], target: Target, **settings: Any
     ) -> PretrainedDrafter:
@@ -212,12 +214,14 @@ class PretrainedDrafter:
             )
         return cls(module, spec.tree.build(), spec.acceptance.build(), spec, path)
 
+    @explain_calls
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors; a folder with other files is refused."""
         require_path("directory", directory, "the folder to write")
         require_replaceable(Path(directory), ("config.json", "model.safetensors"))
         save_drafter(Path(directory), self.module, self.spec)
 
+    @explain_calls
     def push_to_hub(self, name: str, private: bool = False) -> str:
         """Upload the drafter with its model card to a hub repository, which is created if it does
         not exist; return its address.
@@ -233,6 +237,7 @@ class PretrainedDrafter:
             return push(directory, name, private)
 
 
+@explain_calls
 def generate(
     target: Target,
     drafter: PretrainedDrafter | None,
@@ -287,6 +292,7 @@ def generate(
     return answers
 
 
+@explain_calls
 def evaluate(
     target: Target,
     drafter: PretrainedDrafter,
@@ -332,6 +338,7 @@ def evaluate(
         return EvalResult.from_summary(evaluation.score(candidate, folder))
 
 
+@explain_calls
 def evaluate_server(
     server: str,
     url: str | None = None,

@@ -26,6 +26,7 @@ from spectrain.config.commands import (
 from spectrain.config.installed import load_entry_points
 from spectrain.config.missing import explain_missing
 from spectrain.errors import (
+    RUST_FAILURE,
     SIGNAL_STATUS,
     RunError,
     RunInterrupted,
@@ -66,7 +67,6 @@ from .termination import raise_terminated
 
 PRINT_CONFIG = "--print-config"
 DRY_RUN = "--dry-run"
-RUST_FAILURE = "PanicException"
 # What pathlib says of a path that begins with ~.
 NO_HOME = "Could not determine home directory."
 

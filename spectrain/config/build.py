@@ -21,7 +21,7 @@ from .choices import (
     find_group,
     list_constructors,
 )
-from .command_only import drop_command_only, list_downloaded, without_downloads
+from .command_only import drop_command_only, names_download, without_downloads
 from .grouped import flatten_settings, group_settings
 from .missing import explain_missing
 from .parts import make_arguments
@@ -174,11 +174,12 @@ class GroupSpec:
         """Return the file that names what the group may load from the hub; None where the command
         names it.
         """
-        names_download = any(
-            self.settings.get(key) is not None and self.find_layer(key) in FILE_LAYERS
-            for key in list_downloaded(self.group)
-        )
-        return self.file if names_download else None
+        of_file = {
+            key: value
+            for key, value in self.settings.items()
+            if self.find_layer(key) in FILE_LAYERS
+        }
+        return self.file if names_download(self.group, of_file) else None
 
     def load_constructor(self) -> Any:
         """Import the class or the function that the choice constructs; a yaml must name it."""

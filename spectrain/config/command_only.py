@@ -76,7 +76,7 @@ shows this table.
 """
 
 DOWNLOADED = {
-    "target": ("model", "revision"),
+    "target": ("model", "revision", "path"),
     "drafter": ("model",),
     "data": ("path", "sources"),
     "eval": ("prompts", "calibration", "assistant"),
@@ -121,6 +121,15 @@ def list_downloaded(group: str) -> tuple[str, ...]:
     return (
         *DOWNLOADED.get(group, ()),
         *(key for saved in list_saved_settings() for key in saved.downloaded.get(group, ())),
+    )
+
+
+def names_download(group: str, settings: Mapping[str, Any]) -> bool:
+    """Tell whether settings of a group, or those of a choice inside of it, may name something on
+    the hub.
+    """
+    return any(
+        next(_find_key(settings, key, group), None) is not None for key in list_downloaded(group)
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from spectrain.config.plain_files import read_json_object
 from spectrain.copying.suffixes import MAX_MATCH, TEXT_END, SuffixIndex
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.kernels.dispatch import run_on_cpu
 
 ARRAY_DTYPES = {
@@ -110,12 +110,7 @@ class Datastore(SuffixIndex):
 
     def _load_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
-        try:
-            if not path.is_file():
-                raise ValueError("there is no such file")
-            array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{path}: it cannot be read ({error}); index the data again") from error
+        array = load_array(path, "index the data again")
         if array.dtype != ARRAY_DTYPES[name] or array.ndim != 1:
             raise UserError(
                 f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again"
@@ -132,6 +127,22 @@ class Datastore(SuffixIndex):
         if found is not None:
             return found
         return super().find_continuations(text, depth, max_matches, min_matches)
+
+
+def load_array(path: Path, remedy: str) -> np.ndarray:
+    """Return the array of a file, which stays memory-mapped; a UserError names a file that is
+    none, with the remedy.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive")
+    # A header is any literal of Python, and numpy counts by what it says.
+    except Exception as error:
+        raise UserError(f"{path}: it cannot be read ({first_line(error)}); {remedy}") from error
+    return array
 
 
 def hash_array(array: np.ndarray) -> str:

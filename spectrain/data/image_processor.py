@@ -168,7 +168,8 @@ def open_image(path: str) -> Any:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    except OSError as error:
+    # Damaged and oversized files raise errors of many kinds.
+    except Exception as error:
         raise UserError(
             f"{path}: it is no picture that can be read ({first_line(error)}); mend or drop it"
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.files import shorten_path
 
 from .image_processor import ImageProcessor, TextWithImages
 
@@ -68,12 +69,17 @@ class RowImages:
                 f"path as seen from "
                 "the data's folder"
             )
-        path = Path(named).expanduser()
-        path = path if self.folder is None else self.folder / path
-        if not path.is_file():
+        path = Path(named) if self.folder is None else self.folder / named
+        try:
+            path = path if not named.startswith("~") else Path(named).expanduser()
+            is_there = path.is_file()
+        # A name may be too long for a file, and ~ the home of nobody.
+        except (OSError, RuntimeError):
+            is_there = False
+        if not is_there:
             raise UserError(
-                f"{self.location}: there is no image {path}; give paths as seen from the data's "
-                "folder"
+                f"{self.location}: there is no image {shorten_path(path)}; give paths as seen from "
+                "the data's folder"
             )
         return str(path)
 

@@ -25,6 +25,8 @@ from .template_arguments import check_template_arguments
 # Larger ones block a tokenizer for minutes.
 MAX_TURNS = 1_000
 MAX_TURN_CHARACTERS = 2_000_000
+# Tokenizers take 32 bits; what the vocabulary lacks below that is refused by its name.
+MAX_TOKEN_ID = 1 << 31
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "bing": "assistant",
          "assistant": "assistant", "model": "assistant", "function_call": "assistant",
@@ -362,7 +364,7 @@ def parse_answer_ids(listed: Any, messages: list[Message], location: str) -> dic
         if ids is not None and (
             not isinstance(ids, list)
             or not ids
-            or not all(type(token) is int and token >= 0 for token in ids)
+            or not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in ids)
         ):
             raise UserError(
                 f"{location}: answer_ids holds something that is no list of token ids; write "

@@ -18,10 +18,11 @@ RESERVED_NAMES = frozenset((
     "chat_template", "messages", "conversation", "conversations", "tools", "documents", "tokenize",
     "return_dict",
     "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
+    "tokenizer_kwargs", "processor_kwargs", "raise_exception", "strftime_now",
+    *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
 ))  # fmt: skip
 """Names that decide which template is rendered, or what comes back, in any version of
-`transformers`.
+`transformers`, and the functions and special tokens that the renderer itself gives a template.
 """
 
 

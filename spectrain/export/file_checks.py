@@ -26,7 +26,7 @@ from .container import Finding
 from .drafter_files import DrafterFiles
 from .engine_support import list_quantized_readers
 from .layout import ExpectedTensors, Layout
-from .targets import TargetFiles, tokenizer_hash
+from .targets import TargetFiles, read_tokenizer, tokenizer_hash
 
 MISSING_TENSOR_FAULTS = {
     "d2t": "missing-d2t",
@@ -295,14 +295,7 @@ def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Findin
             "lint with the target it is for",
         )
     if (files.directory / "tokenizer.json").exists():
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{files.directory}: its tokenizer cannot be read ({str(error).splitlines()[0]})"
-            ) from error
+        tokenizer = read_tokenizer(files.directory, str(files.directory))
         if tokenizer_hash(tokenizer) != target.template_hash():
             yield Finding(
                 "tokenizer",

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.config.build import GroupSpec
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
 from spectrain.models.bundled import (
     SMOLLM2_NAME,
@@ -31,6 +31,7 @@ from spectrain.models.published import MODELS, cache_directory, locate_model
 from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
+from spectrain.models.tokenizer_files import check_tokenizer_file
 
 BUNDLED_TARGETS = ("tiny", "smollm2")
 """Choices of `target` whose name is all that loading needs."""
@@ -233,7 +234,7 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
+        return read_tokenizer(self.directory, f"target {self.reference}")
 
     @property
     def is_local(self) -> bool:
@@ -302,6 +303,20 @@ def make_meta_target(config: Any, tokenizer: Any = None, name: str = "", path: s
             config, attn_implementation=attention, trust_remote_code=False
         )
     return Target(model, tokenizer, name, path)
+
+
+def read_tokenizer(directory: Path, name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a directory; a UserError, which begins with `name`, says why its
+    files cannot be read.
+    """
+    check_tokenizer_file(directory / "tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    # The settings of foreign files may raise anything.
+    except Exception as error:
+        raise UserError(
+            f"{name}: its tokenizer cannot be read ({first_line(error)}); copy its files again"
+        ) from error
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -25,6 +25,7 @@ from .architectures.quantized import (
     DEQUANTIZED_METHODS,
     Quantization,
     cast_dequantized,
+    check_quantization,
     has_dense_weight,
     is_quantized,
     quantization_method,
@@ -377,6 +378,7 @@ def load_config(model: str, path: Path, **hub: Any) -> Any:
         check_hub(model)
     config = AutoConfig.from_pretrained(model, **hub)
     check_shape(config.get_text_config(), path / "config.json")
+    check_quantization(model, config)
     return config
 
 

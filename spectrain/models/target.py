@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.data.image_processor import ImageProcessor, Images, get_images, have_images
-from spectrain.errors import UserError
+from spectrain.errors import UserError, explain_calls
 from spectrain.trees.token_tree import TokenTree
 
 from .accelerator import accelerator
@@ -92,6 +92,7 @@ class Target(ModelParts):
         self.architecture = architecture or detect_architecture(self)
 
     @classmethod
+    @explain_calls
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
         """Load a target by the name of a model that ships with the project (tiny, smollm2), from a
         directory, or from the hub.

@@ -4,15 +4,17 @@ random or searches them without end is refused before it is loaded.
 
 import base64
 import json
+import math
 import re
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import RUST_FAILURE, UserError, first_line
 
 MAX_ADDED_TOKENS = 50_000
 """Tokens that are added to a vocabulary one by one; a million of them load for more than a
@@ -29,9 +31,21 @@ MAX_MAPPED_BYTES = 256
 MAX_PATTERN_SECONDS = 0.005
 """Seconds that a pattern may search a text of at most `PROBE_LENGTHS[-1]` characters; those of
 published tokenizers take less than a fiftieth."""
-PROBE_LENGTHS = (8, 12, 16, 20)
-"""Lengths of the trial texts, so that the first one that takes long ends soon."""
+PROBE_LENGTHS = (8, 12, 16, 20, 28, 40, 60, 100, 400)
+"""Lengths of the trial texts, so that the first one that takes long ends soon. At the last one,
+time that grows with the cube is found; the square is that of published patterns, as of \\s+$."""
 PROBE_CHARACTERS = "aA1 \n!_.\t-'\u00e9\u4e2d"
+MAX_WORDS = 32
+MAX_UNITS = 256
+"""Words and classes that are taken from a pattern, and all that is repeated to trial texts."""
+MAX_CHARACTER = 0x110000
+SAMPLES = "".join(map(chr, (*range(9, 0x3400, 7), *range(0x3400, 0xD800, 61),
+    *range(0xE000, 0x20000, 31), 0x20000, 0xE0100, 0xF0000, 0x10FFFD)))  # fmt: skip
+"""Characters of every script that is written today."""
+ESCAPED_CHARACTER = re.compile(r"\\x\{([0-9a-fA-F]{1,8})\}|\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")
+ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\[:[^]]*:\]\]?")
+WORD = re.compile(r"[^\W_]{2,16}")
+CLASS = re.compile(r"\\[pP]\{\^?\w{1,40}\}|\[\[:\^?\w{1,20}:\]\]|\\[a-zA-Z]")
 STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 DROPOUT = re.compile(r'"dropout"\s*:\s*([0-9]*(?:\.[0-9]+(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+))')
@@ -210,7 +224,7 @@ def find_pattern(step: Mapping[str, Any]) -> str | None:
 
 
 def check_pattern(pattern: str, name: str) -> None:
-    """Raise a UserError for a regular expression that searches one of a few short texts for long,
+    """Raise a UserError for a regular expression that searches one of some trial texts for long,
     which means that the time grows with a power of their length.
     """
     from tokenizers import Regex
@@ -234,19 +248,55 @@ def check_pattern(pattern: str, name: str) -> None:
 
 
 def time_search(search: Any, text: str) -> float:
-    """Return the seconds of this thread's processor time that a search of the text takes."""
+    """Return the seconds of this thread's processor time that a search of the text takes; infinity
+    where the library gives it up.
+    """
     began = time.thread_time()
-    search.pre_tokenize_str(text)
+    try:
+        search.pre_tokenize_str(text)
+    except BaseException as error:
+        if type(error).__name__ != RUST_FAILURE:
+            raise
+        return math.inf
     return time.thread_time() - began
 
 
 def make_probes(pattern: str) -> Iterator[str]:
     """Yield texts that a regular expression may search for long, shortest first: repeated
-    characters, among them those of the expression.
+    characters and words, among them those that the expression names.
     """
-    written = re.sub(r"\\.", "", pattern)
-    letters = "".join(dict.fromkeys(character for character in written if character.isalnum()))
-    units = [*dict.fromkeys(f"{PROBE_CHARACTERS}{letters[:32]}"), letters[:4], "a1", "a "]
+    written = ESCAPED_CHARACTER.sub(lambda match: read_character(*match.groups()), pattern)
+    written = ESCAPE.sub("", written)
+    words = WORD.findall(written)[:MAX_WORDS]
+    characters = [*PROBE_CHARACTERS, *written, *find_members(pattern)]
+    letters = "".join(filter(str.isalnum, dict.fromkeys(written)))
+    # Without a letter that the expression needs, it is not even tried.
+    needed = "".join(dict.fromkeys(written))[:MAX_UNITS]
+    ends = "", f"!{needed}", f"\n{needed}"
+    distinct = dict.fromkeys([*characters, *words, letters[:4], "a1", "a "])
+    units = [*filter(None, distinct)][:MAX_UNITS]
     for length in PROBE_LENGTHS:
-        for unit in filter(None, units):
-            yield (unit * length)[:length] + "!"
+        for unit in units:
+            yield from ((unit * length)[:length] + end for end in ends)
+
+
+def read_character(*digits: str | None) -> str:
+    """Return the character whose number an escape writes; nothing for one that does not exist."""
+    number = int(next(filter(None, digits)), 16)
+    return chr(number) if number < MAX_CHARACTER and not 0xD800 <= number < 0xE000 else ""
+
+
+def find_members(pattern: str) -> list[str]:
+    """Return a character of each class that a regular expression names, as \\p{Greek}, if the
+    samples have one.
+    """
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    members = []
+    for name in list(dict.fromkeys(CLASS.findall(pattern)))[:MAX_WORDS]:
+        # A name that does not exist is an error of the whole expression, which says so.
+        with suppress(Exception):
+            pieces = Split(Regex(name), "removed", invert=True).pre_tokenize_str(SAMPLES)
+            members.append(pieces[0][0])
+    return members

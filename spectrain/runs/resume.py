@@ -2,6 +2,7 @@
 sentence that names the difference."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,15 @@ class InputFacts:
 
 
 def collect_facts(
-    target: Target, weights: str | None, dataset: Dataset, drafter: Drafter, source: Source
+    target: Target,
+    weights: str | None,
+    dataset: Dataset,
+    drafter: Drafter,
+    source: Source,
+    settings: Mapping[str, Any],
 ) -> InputFacts:
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a
-    drafter changed its layers.
+    drafter changed its layers, and `settings` are those of the drafter.
     """
     folders = drafter.saved.origins
     inputs = {
@@ -107,9 +113,21 @@ def collect_facts(
             if folders
             else {}
         ),
+        **({"files": files} if (files := hash_named_files(settings)) else {}),
         **({"source": facts} if (facts := source.provenance_facts()) else {}),
     }
     return InputFacts(target.path, target.name, dataset.provenance_facts(), inputs)
+
+
+def hash_named_files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of the files that settings of the drafter name, as the labels of a judge
+    do. A model is where a training starts, and its weights are in the checkpoints.
+    """
+    return {
+        key: hash_file(Path(value).expanduser())
+        for key, value in settings.items()
+        if isinstance(value, str) and key != "model" and Path(value).expanduser().is_file()
+    }
 
 
 def hash_folder(folder: Path) -> str:
@@ -202,6 +220,7 @@ def find_difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
             "drafter: the files of the drafter that it starts from are other ones than when "
             "the run began"
         ),
+        "files": ("drafter: a file that its settings name is another one than when the run began"),
         "source": (
             f"source.path: the store holds other features ({inputs.get('source')}) than when "
             f"the run began ({before.get('source')})"

@@ -32,7 +32,32 @@ def call_generate(**settings: Any) -> Callable[[Any, Any], Any]:
     )
 
 
+# Calls that Python's types would not allow.
+API: Any = spectrain
+
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "without a recipe": (lambda target, drafter: API.train(), ("train:", "'recipe'", "**settings")),
+    "without a drafter": (lambda target, drafter: API.evaluate(target), ("evaluate:", "'drafter'")),
+    "without a prompts": (
+        lambda target, drafter: API.generate(target, drafter),
+        ("'prompts'", "seed"),
+    ),
+    "without a name": (
+        lambda target, drafter: API.Target.from_pretrained(),
+        ("'name'", "dtype, device"),
+    ),
+    "without a target": (lambda target, drafter: API.Drafter.from_pretrained("a"), ("'target'",)),
+    "without a server": (
+        lambda target, drafter: API.evaluate_server(),
+        ("evaluate_server:", "'server'"),
+    ),
+    "without a folder": (lambda target, drafter: drafter.save_pretrained(), ("'directory'",)),
+    "without a repository": (lambda target, drafter: drafter.push_to_hub(), ("'name'", "private")),
+    "an unknown argument": (call_generate(beams=2), ("generate:", "'beams'", "batch_size")),
+    "too many arguments": (
+        lambda target, drafter: API.train("a", "b", "c"),
+        ("train:", "too many"),
+    ),
     "a target by number": (
         lambda target, drafter: Target.from_pretrained(3),  # type: ignore[arg-type]
         ("target", "int", "ORG/NAME"),

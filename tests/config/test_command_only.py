@@ -66,7 +66,7 @@ ACTING_NAME = re.compile(
     r"^(out|model|start|calibration)$"
 )
 READ_ONLY = {
-    "target": {"path", "chat_template", "template", "template_kwargs"},
+    "target": {"chat_template", "template", "template_kwargs"},
     "drafter": {"store", "init", "start", "paths", "sources"},
     "acceptance": {"path", "codebook"},
     "eval": {"documents", "store"},
@@ -251,6 +251,25 @@ def test_what_a_file_names_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) ->
             spec.build()
         assert isinstance(caught.value, UserError) is (spec.origin is not None)
     assert seen == [True, False] and not constants.is_offline_mode()
+
+
+@pytest.mark.parametrize(
+    "group, choice, settings",
+    [
+        ("target", "smollm2", {"path": "someone/model"}),
+        ("drafter", "hybrid", {"inner": {"choice": "causal", "model": "someone/model"}}),
+        ("drafter", "chosen", {"inner": [{"choice": "causal", "model": "someone/model"}]}),
+        ("data", "mix", {"sources": [{"choice": "hub", "path": "someone/rows"}]}),
+    ],
+)
+def test_what_a_choice_within_a_file_names_is_not_downloaded_either(
+    group: str, choice: str, settings: dict[str, Any]
+) -> None:
+    of_file = GroupSpec(group, choice, settings).named_by("x/config.yaml")
+    assert of_file.origin == "x/config.yaml"
+    assert GroupSpec(group, choice, settings).origin is None
+    # A file that names nothing on the hub leaves the hub to what the command names.
+    assert GroupSpec(group, choice, {"store": None}).named_by("x/config.yaml").origin is None
 
 
 def test_a_target_that_a_drafter_names_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from spectrain.data.datastore import (
     hash_phrases,
     hash_text,
     hash_vocabulary,
+    load_array,
     write_store,
 )
 from spectrain.data.index import index_command
@@ -140,6 +141,40 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     check_refused("answers.npy", np.array([{"a": 1}], dtype=object))
     check_refused("phrases.npy", "no array")
     Datastore(str(folder), DigitTokenizer())
+
+
+HEADERS = (
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (SIZE,), }".replace("SIZE", str(10**30)),
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (True,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (0, SIZE), }".replace("SIZE", str(10**19)),
+    "{'descr': '<i4', 'fortran_order': ",
+    "-" * 9000 + "1",
+    "[" * 9000,
+)
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[:70])
+def test_a_header_that_lies_is_refused(header: str, tmp_path: Path) -> None:
+    """It is a literal of Python, by which numpy counts, reserves memory and nests."""
+    path = tmp_path / "tokens.npy"
+    size = len(header).to_bytes(2, "little")
+    path.write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + bytes(16))
+    with pytest.raises(
+        UserError, match=r"tokens.npy: it cannot be read .*; index it again"
+    ) as error:
+        load_array(path, "index it again")
+    assert "\n" not in str(error.value)
+
+
+def test_an_archive_is_no_array(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    with path.open("wb") as file:
+        np.savez(file, a=np.arange(3))
+    for content in (path.read_bytes(), b"PK\x03\x04" + bytes(40)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"tokens.npy: it cannot be read .*; index it again"):
+            load_array(path, "index it again")
 
 
 def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: Path) -> None:

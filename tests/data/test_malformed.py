@@ -58,6 +58,13 @@ CHATS: dict[str, tuple[Any, str]] = {
     "an image without a file": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO]},
         "an image has no file"),
+    "an image with a long name": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "x" * 5000}]}, HELLO]},
+        "there is no image "),
+    "an image at nobody's home": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": "~nobody5/x.png"}]},
+            HELLO]},
+        "there is no image "),
     "a question without content": ({"messages": [{"role": "user"}, HELLO]},
         "message 1: it has no content"),
     "a result without content": ({"messages": [USER, invoke(call()), {"role": "tool"}]},
@@ -121,6 +128,8 @@ CHATS: dict[str, tuple[Any, str]] = {
         {"messages": [USER, HELLO], "answer_ids": [[1], [2]]},
         "one list for each of the 1 assistant turns"),
     "ids that are no integers": ({"messages": [USER, HELLO], "answer_ids": [["a"]]},
+        "no list of token ids"),
+    "ids that no tokenizer has": ({"messages": [USER, HELLO], "answer_ids": [[1 << 70]]},
         "no list of token ids"),
 }  # fmt: skip
 TOKENS: dict[str, tuple[Any, str]] = {

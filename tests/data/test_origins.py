@@ -187,6 +187,15 @@ def test_other_encodings_are_refused_in_one_sentence(
         read_text(tmp_path / name)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_an_encoding_without_a_mark_is_no_fault_of_the_json(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(json.dumps(CHAT).encode(encoding))
+    with pytest.raises(
+        UserError, match=r"rows.jsonl: it is UTF-16 or UTF-32 text; save it as UTF-8"
+    ):
+        JsonlReader(str(tmp_path / "rows.jsonl")).load_conversations()
+
+
 def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
     """A yaml of --config-dir may begin with a byte-order mark; another encoding is named before
     hydra reads it.

@@ -36,6 +36,10 @@ NAMES = (
     "documents",
     "conversation",
     "return_assistant_tokens_mask",
+    "bos_token",
+    "eos_token",
+    "raise_exception",
+    "strftime_now",
 )
 
 HOSTILE = {

@@ -3,6 +3,7 @@ untrained drafters.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files, lint
 from spectrain.export.measure import find_misinterpretation
 from spectrain.export.native import NATIVE
-from spectrain.export.targets import TargetFiles
+from spectrain.export.targets import TargetFiles, read_tokenizer
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 
@@ -178,3 +180,35 @@ def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.M
             for finding in find_misinterpretation(checkpoint, TINY, NATIVE)
             if finding.level == "error"
         ]
+
+
+TOKENIZER_FILES = {
+    "nothing in it": ("tokenizer.json", "{}"),
+    "a list": ("tokenizer.json", "[]"),
+    "a cut file": ("tokenizer.json", '{"model": {'),
+    "a vocabulary of another type": (
+        "tokenizer.json",
+        '{"model": {"type": "BPE", "vocab": [1], "merges": 3}}',
+    ),
+    "added tokens of another type": (
+        "tokenizer_config.json",
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": [1]}',
+    ),
+    "a class of another type": ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+    "settings of another type": ("tokenizer_config.json", "[]"),
+    "a pattern without end": (
+        "tokenizer.json",
+        '{"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(#+)+$"}}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZER_FILES)
+def test_a_damaged_tokenizer_beside_a_drafter_is_one_sentence(case: str, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_DIRECTORY / name, tmp_path)
+    name, content = TOKENIZER_FILES[case]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        read_tokenizer(tmp_path, "x")
+    assert "\n" not in str(error.value) and "copy " in str(error.value)

@@ -3,6 +3,8 @@ in a sentence.
 """
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
-from spectrain.data.image_processor import get_images
+from spectrain.data.image_processor import get_images, open_image
 from spectrain.data.images import expand_codes
 from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
@@ -388,3 +390,31 @@ def test_loss_masks_expand_over_placeholders(plain: list[int], expanded: list[in
     assert expand_codes(plain, [token != 9 for token in plain], expanded, 9) == expected
     with pytest.raises(UserError, match="changes the text"):
         expand_codes([*plain, 7], [True] * (len(plain) + 1), expanded, 9)
+
+
+def write_png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """Return a PNG with a size that it claims, and with these chunks."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", size), *chunks, (b"IDAT", zlib.compress(bytes(200))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in parts
+    )  # fmt: skip
+
+
+PICTURES = {
+    "a size that would fill the memory": write_png(30_000, 30_000),
+    "a profile that unpacks to 100 MB": write_png(
+        8, 8, (b"iCCP", b"a\0\0" + zlib.compress(bytes(10**8)))
+    ),
+    "no picture": b"x",
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(PICTURES[name])
+    with pytest.raises(UserError, match=r"a\.png: it is no picture that can be read"):
+        open_image(str(path))

@@ -19,9 +19,10 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.architectures.quantized import QUANTIZERS, quantization_method
 from spectrain.models.bundled import TINY_DIRECTORY
-from spectrain.models.loading import load_hf, load_tokenizer
+from spectrain.models.loading import build_meta_network, load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
 from spectrain.models.reference_model import generate, reference_model
+from spectrain.models.sharding import load_network
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.models.checkpoints import save_compressed, save_fp8, save_gguf_file, save_mxfp4
@@ -155,6 +156,20 @@ def test_a_quantized_checkpoint_names_its_package(method: str, small: Path, tmp_
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=f"already quantized .{method}"):
         load_hf(str(folder), device="cpu", quantization="4bit")
+
+
+@pytest.mark.parametrize("settings", [{"quant_method": "fp9000"}, {"bits": 4}])
+@pytest.mark.parametrize("network", [build_meta_network, load_network])
+def test_an_unknown_method_is_refused_by_plans_too(
+    network: Any, settings: Any, small: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(small, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(UserError, match=r"^target.model=\S+: .*quant") as error:
+        load_hf(str(folder), device="cpu", network=network)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

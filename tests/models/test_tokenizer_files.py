@@ -81,6 +81,30 @@ REFUSED = {
         {"normalizer": replace({"Regex": r"(\w+\s?)+$"}, "")},
         "takes more than",
     ),
+    "a character that no trial text has": (
+        {"pre_tokenizer": split_by("(#+)+$")},
+        "takes more than 5 ms",
+    ),
+    "a class of characters": (
+        {"pre_tokenizer": split_by(r"(\p{Cherokee}+)+q")},
+        "takes more than 5 ms",
+    ),
+    "characters by their numbers": (
+        {"pre_tokenizer": split_by(r"([\x{3b1}-\x{3c9}]+)+\u0023")},
+        "takes more than 5 ms",
+    ),
+    "words that begin alike": (
+        {"pre_tokenizer": split_by("(?:foo|fo|o)+z")},
+        "takes more than 5 ms",
+    ),
+    "no end but that of the text": (
+        {"pre_tokenizer": split_by(r"(\s+)+\S")},
+        "takes more than 5 ms",
+    ),
+    "time by the third power": (
+        {"pre_tokenizer": split_by("[^ ]*[^ ]*[^ ]*;")},
+        "takes more than 5 ms",
+    ),
     "an open bracket": ({"pre_tokenizer": split_by("(((")}, "cannot be read"),
 }
 """Settings of a tokenizer, and what a refusal says of them."""
@@ -89,6 +113,10 @@ PUBLISHED_PATTERNS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
     r" {2,}",
+    r"\s+$",
+    r"(?=(\d{3})+(?!\d))",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)",
 )
 
 

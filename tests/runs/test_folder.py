@@ -27,6 +27,7 @@ from spectrain.runs.resume import (
     InputFacts,
     check_inputs,
     check_settings,
+    hash_named_files,
 )
 from spectrain.runs.train import choose_folder, write_settings
 
@@ -101,7 +102,12 @@ FACTS = InputFacts(
     "path",
     "name",
     {"fingerprint": "a", "tokens": 10},
-    {"target_weights": "w", "chat_template": "t", "drafters": {"0": "d"}},
+    {
+        "target_weights": "w",
+        "chat_template": "t",
+        "drafters": {"0": "d"},
+        "files": {"labels": "f"},
+    },
 )
 
 
@@ -119,6 +125,7 @@ FACTS = InputFacts(
         ({"inputs": {**FACTS.inputs, "target_weights": "v"}}, "target: path holds other weights"),
         ({"inputs": {**FACTS.inputs, "chat_template": "u"}}, "target: the chat template"),
         ({"inputs": {**FACTS.inputs, "drafters": {"0": "e"}}}, "drafter: the files of the drafter"),
+        ({"inputs": {**FACTS.inputs, "files": {"labels": "g"}}}, "drafter: a file that its"),
     ],
 )
 def test_other_inputs_are_refused_or_recorded(
@@ -138,6 +145,18 @@ def test_other_inputs_are_refused_or_recorded(
     saved = json.loads((tmp_path / "provenance.json").read_text())
     assert saved["commit"] == "c"
     assert saved["changes"] == [{"step": 4, "data": FACTS.data, "inputs": FACTS.inputs}]
+
+
+def test_a_file_that_a_drafter_reads_is_one_of_its_inputs(tmp_path: Path) -> None:
+    """The labels of a judge may change while its conversations stay the same."""
+    labels = tmp_path / "labels.jsonl"
+    settings = {"labels": str(labels), "model": str(labels), "window": 3}
+    assert hash_named_files(settings) == {}
+    hashes = []
+    for text in ("a", "b", "a"):
+        labels.write_text(text)
+        hashes.append(hash_named_files(settings))
+    assert hashes[0] == hashes[2] != hashes[1] and hashes[0].keys() == {"labels"}
 
 
 def test_provenance_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:

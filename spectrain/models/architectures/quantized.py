@@ -77,8 +77,32 @@ def quantization_method(config: Any) -> str | None:
     )
     if settings is None:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    if isinstance(settings, dict) and (
+        settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    ):
+        return "bitsandbytes"
+    method = (
+        settings.get("quant_method")
+        if isinstance(settings, dict)
+        else getattr(settings, "quant_method", None)
+    )
     return str(getattr(method, "value", method))
+
+
+def check_quantization(model: str, config: Any) -> None:
+    """Raise a UserError where weights are quantized by a method that transformers does not know,
+    as it does itself once it loads them.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    method = quantization_method(config)
+    known = {name.removesuffix("_4bit").removesuffix("_8bit")
+        for name in AUTO_QUANTIZATION_CONFIG_MAPPING}  # fmt: skip
+    if method is not None and method not in known:
+        raise UserError(
+            f"target.model={model}: its config.json says quant_method={method[:60]}, and "
+            "transformers knows no such method; correct it, or use another checkpoint"
+        )
 
 
 def quantization_options(

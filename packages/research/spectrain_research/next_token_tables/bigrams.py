@@ -14,15 +14,16 @@ import torch
 
 from spectrain.config.plain_files import read_json_object
 from spectrain.config.values import Count
-from spectrain.data.datastore import hash_vocabulary
+from spectrain.data.datastore import hash_vocabulary, load_array
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 from spectrain.models.target import Target
 
 from .proposals import TableDrafter, TableTree
 
 FACTS_FILE = "table.json"
+WRITE_ANEW = "delete the folder, and the next run writes it anew"
 # Texts of one token that the target runs at once: logits of 64 texts take 12 MB at 50,000 tokens.
 BATCH = 64
 
@@ -79,10 +80,7 @@ class BigramTable:
             tokens.min() >= 0 and tokens.max() < target.head.vocab_size
         )
         if tokens.shape != probs.shape or not in_vocabulary or not np.isfinite(probs).all():
-            raise UserError(
-                f"{path}: its arrays do not belong together; delete the folder, and the next run "
-                "writes it anew"
-            )
+            raise UserError(f"{path}: its arrays do not belong together; {WRITE_ANEW}")
         return cls(tokens, probs)
 
 
@@ -90,18 +88,12 @@ def _load_array(path: Path, kinds: str) -> np.ndarray:
     """Read an array of a saved table; raise a UserError where it has another type, or cannot be
     read.
     """
-    try:
-        if not path.is_file():
-            raise ValueError("there is no such file")
-        array: np.ndarray = np.load(path, allow_pickle=False)
-        if array.dtype.kind not in kinds:
-            raise ValueError(f"its numbers are of the type {array.dtype}")
-    except (OSError, ValueError, EOFError) as error:
+    array = load_array(path, WRITE_ANEW)
+    if array.dtype.kind not in kinds:
         raise UserError(
-            f"{path}: it cannot be read ({first_line(error)}); delete the folder, and the next "
-            "run writes it anew"
-        ) from error
-    return array
+            f"{path}: it cannot be read (its numbers are of the type {array.dtype}); {WRITE_ANEW}"
+        )
+    return np.array(array)
 
 
 def describe_target(target: Target, top: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.folder import require_drafter_directory
 
 from ..engines.control_key import VARIABLE, key_path, read_control_key
+from ..engines.process_group import GRACE_SECONDS
 from ..engines.serve import interrupt_on_signals
 from ..servers.openai import OpenAIServer
 from .follower import TrafficFollower
@@ -93,7 +94,7 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
             raise RunError("follow: a thread of it has ended")
         finally:
             follower.is_stopping.set()
-            loop.join(30)
+            loop.join(GRACE_SECONDS + 5)
 
 
 def list_addresses(follower: TrafficFollower) -> dict[str, str]:

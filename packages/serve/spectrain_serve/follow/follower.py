@@ -93,10 +93,13 @@ class TrafficFollower:
         )
         while not self.is_stopping.wait(TICK_SECONDS):
             self.tick()
-        if self.job is not None:
-            self.job.close()
+        # A training takes its time to end, and whoever stops this may not wait for it.
         self.attempt(self.save)
-        self.ledger.record("stopped")
+        job = self.job
+        left = {} if job is None else {"candidate": job.folder.name, "phase": job.phase}
+        self.ledger.record("stopped", **left)
+        if job is not None:
+            job.close()
 
     def tick(self) -> None:
         """Run every step once."""
@@ -180,9 +183,14 @@ class TrafficFollower:
             len(self.old) >= self.settings.held_out or self.alarm is not None
         ):
             self.is_old_fixed = True
-            write_conversations(self.folder.old, self.old)
             self.ledger.record("old set fixed", conversations=len(self.old))
+            # Where the disk is full, `save` writes it later, and no other request is lost.
+            self.attempt(self.write_old)
         return is_added
+
+    def write_old(self) -> None:
+        """Write the fixed set of old conversations."""
+        write_conversations(self.folder.old, self.old)
 
     # Train and prove
 
@@ -197,8 +205,13 @@ class TrafficFollower:
         if not data.new or min(len(data.prove_new), len(data.prove_old)) < LEAST_PROMPTS:
             return
         job = CandidateJob(self.folder.next_candidate(), self.settings)
-        job.prepare(self.spec, self.active.path, self.find_depth(data), data)
-        job.start("train")
+        try:
+            job.prepare(self.spec, self.active.path, self.find_depth(data), data)
+            job.start("train")
+        except Exception as error:
+            # A full disk would otherwise get another folder at every tick.
+            self.drop_candidate(job, describe_error(error))
+            return
         self.job = job
         reason = "enough new conversations" if self.alarm is None else f"drift of {self.alarm.kind}"
         self.ledger.record("training", candidate=job.folder.name, reason=reason, data=data.count())
@@ -376,6 +389,8 @@ class TrafficFollower:
         self.reservoir.delete_expired(self.now())
         self.folder.delete_conversations(self.reservoir.retention_seconds)
         self.reservoir.save(self.folder.recorded)
+        if self.is_old_fixed and self.settings.old is None and not self.folder.old.exists():
+            self.write_old()
         self.folder.clock.save()
         if isinstance(self.recorder, RequestLogs):
             self.recorder.save_positions()

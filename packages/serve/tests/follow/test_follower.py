@@ -10,17 +10,20 @@ import pytest
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain_serve.engines.own import OwnServer
+from spectrain_serve.follow.candidate import CandidateData, CandidateJob
 from spectrain_serve.follow.exchange import Exchange
 from spectrain_serve.follow.follower import TrafficFollower
 from spectrain_serve.follow.ledger import read_ledger
 from spectrain_serve.follow.pages import format_metrics, format_page
 from spectrain_serve.follow.proxy import ProxyCounters, Recorder
+from spectrain_serve.follow.reservoir import is_for_proof
 from spectrain_serve.follow.settings import FollowSettings
 from spectrain_serve.follow.state import ActiveDrafter, FollowFolder, hash_weights
 from spectrain_serve.follow.swap import DrafterSwapper, SwapOutcome, SwapWay
 from spectrain_serve.follow.traffic import RecordedConversation
 from spectrain_serve.follow.upstream import UpstreamSwitch
-from spectrain_serve.promotion import PairedGain, PromotionProof
+from spectrain_serve.follow.watch import DriftAlarm
+from spectrain_serve.promotion import LEAST_PROMPTS, PairedGain, PromotionProof
 from spectrain_serve.servers.settings import EngineSettings
 from spectrain_serve.servers.vllm import VllmServer, VllmSettings
 
@@ -216,6 +219,72 @@ def test_failures_and_malformed_traffic_do_not_end_the_loop(
     assert follower.num_errors == 1 and list_events(follower) == ["error"]
     # Of the empty stream, which is complete.
     assert [entry.answer for entry in follower.reservoir.select()] == [""]
+
+
+def test_a_candidate_that_cannot_be_written_is_tried_again_after_a_pause(
+    follower: TrafficFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk gets no folder at every tick."""
+    entry = RecordedConversation("a", 0.0, {"prompt": "p"}, "x")
+    prompts = [entry] * LEAST_PROMPTS
+    data = CandidateData([entry], [], prompts, prompts)
+    attempts = []
+
+    def fail(job: CandidateJob, *arguments: Any) -> None:
+        attempts.append(job.folder)
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(CandidateJob, "prepare", fail)
+    monkeypatch.setattr(follower, "select_data", lambda: data)
+    monkeypatch.setattr(follower, "alarm", DriftAlarm("a", 2.0, 1.0, 8, 1.0, 0.0))
+    follower.num_new = 100
+    for _ in range(3):
+        follower.begin_candidate()
+    assert follower.job is None and len(attempts) == 1
+    assert [*read_ledger(follower.folder.ledger)][-1]["reason"].endswith("the disk is full")
+
+
+def test_the_old_set_is_written_once_there_is_space(
+    follower: TrafficFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the traffic is lost meanwhile."""
+
+    def fail(path: Path, entries: Any) -> None:
+        raise UserError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("spectrain_serve.follow.follower.write_conversations", fail)
+        send_requests(follower, 2, 200)
+    assert len(follower.old) == 16 and follower.num_errors == 1
+    entries = [RecordedConversation("a", 0.0, {"prompt": f"p{n}"}, "x") for n in range(200)]
+    num_trained = sum(not is_for_proof(entry.digest) for entry in entries)
+    assert len(follower.reservoir.select(False)) == num_trained
+    assert not follower.folder.old.exists()
+    follower.save()
+    assert len(follower.folder.old.read_text().splitlines()) == 16
+
+
+def test_what_was_recorded_is_saved_before_a_training_is_stopped(
+    follower: TrafficFollower, tmp_path: Path
+) -> None:
+    """A training may take as long to end as whoever stops follow waits."""
+
+    class SlowJob(FakeJob):
+        phase = "train"
+        saved: list[str] | None = None
+
+        def close(self) -> None:
+            self.saved = follower.folder.recorded.read_text().splitlines()
+            assert list_events(follower)[-1] == "stopped"
+
+    send_requests(follower, 2, 5)
+    job: Any = SlowJob(tmp_path / "candidate")
+    follower.job = job
+    follower.is_stopping.set()
+    follower.run()
+    assert len(job.saved) == len(follower.reservoir) > 0
+    *_, last = read_ledger(follower.folder.ledger)
+    assert (last["candidate"], last["phase"]) == ("candidate", "train")
 
 
 def test_pages_tell_what_was_measured(follower: TrafficFollower) -> None:

@@ -44,7 +44,7 @@ from .footprint import (
 )
 from .hours import estimate_hours
 from .needs import describe_needs
-from .serving_memory import count_drafter_numbers, plan_serving_memory
+from .serving_memory import list_drafter_caches, plan_serving_memory
 from .settings import PlanSettings
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
@@ -155,7 +155,7 @@ def plan_serving(options: Plan, models: Models) -> dict[str, int]:
     """
     memory = plan_serving_memory(
         models.target.config,
-        count_drafter_numbers(models.drafter),
+        list_drafter_caches(models.drafter),
         options.users,
         options.context,
         models.target.dtype.itemsize,

@@ -82,32 +82,40 @@ def count_token_numbers(config: Any) -> int:
     return 2 * key_heads * int(size)
 
 
-def count_drafter_numbers(drafter: nn.Module) -> int:
-    """Return the numbers that a drafter's attention keeps of a token: those of the small model
-    inside it, or the outputs of its key and value projections.
+def list_drafter_caches(drafter: nn.Module) -> list[LayerCache]:
+    """Return the caches of a drafter's attention: those of the small model inside it, or the
+    outputs of its key and value projections, within the window of their attention.
     """
     models = [module for module in drafter.modules() if isinstance(module, Target)]
     if models:
-        return sum(cache.size for model in models for cache in list_layer_caches(model.config))
-    return sum(
-        module.out_features
-        for name, module in drafter.named_modules()
-        if name.rsplit(".", 1)[-1] in ("k_proj", "v_proj") and hasattr(module, "out_features")
-    )
+        return [cache for model in models for cache in list_layer_caches(model.config)]
+    return [
+        LayerCache(size, getattr(attention, "window", None))
+        for attention in drafter.modules()
+        for name, module in attention.named_children()
+        if name in ("k_proj", "v_proj")
+        and isinstance(size := getattr(module, "out_features", None), int)
+    ]
 
 
 def plan_serving_memory(
-    config: Any, drafter_numbers: int, users: int, context: int, bytes_per_number: int = 2
+    config: Any,
+    drafter_caches: list[LayerCache],
+    users: int,
+    context: int,
+    bytes_per_number: int = 2,
 ) -> ServingMemory:
     """Return what the caches of a target and a drafter take for `users` texts of `context` tokens
     each, with numbers of `bytes_per_number` bytes.
     """
     caches = list_layer_caches(config)
-    per_text = sum(cache.count_numbers(context) for cache in caches)
+    per_text, drafter_per_text = (
+        sum(cache.count_numbers(context) for cache in layers) for layers in (caches, drafter_caches)
+    )
     return ServingMemory(
         users,
         context,
         bytes_per_number * sum(cache.size for cache in caches if cache.window is None),
         users * bytes_per_number * per_text,
-        users * bytes_per_number * drafter_numbers * context,
+        users * bytes_per_number * drafter_per_text,
     )

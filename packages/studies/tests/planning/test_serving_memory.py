@@ -14,10 +14,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.models.target import Target
 from spectrain_studies.planning.serving_memory import (
     LayerCache,
-    count_drafter_numbers,
+    list_drafter_caches,
     list_layer_caches,
     plan_serving_memory,
 )
@@ -56,7 +57,7 @@ def measure_cache(config: Any, context: int) -> int:
 def test_planned_numbers_are_those_of_a_cache(name: str, context: int) -> None:
     """A sliding layer of transformers leaves the newest token's place to the next one."""
     config = CONFIGS[name]
-    planned = plan_serving_memory(config, 0, 1, context, 1).target
+    planned = plan_serving_memory(config, [], 1, context, 1).target
     measured = measure_cache(config, context)
     slack = sum(cache.size for cache in list_layer_caches(config) if cache.window is not None)
     assert measured <= planned <= measured + slack
@@ -82,7 +83,7 @@ def test_seventy_billion_at_128k() -> None:
         head_dim=128,
         hidden_size=8192,
     )
-    memory = plan_serving_memory(config, 2 * 8 * 128, 4, 128 * 1024)
+    memory = plan_serving_memory(config, [LayerCache(2 * 8 * 128)], 4, 128 * 1024)
     assert memory.target_per_token == 320 * 1024
     assert memory.target == 4 * 40 * 1024**3
     assert memory.drafter * 80 == memory.target
@@ -92,11 +93,23 @@ def test_a_drafter_keeps_what_its_projections_return() -> None:
     layers = nn.ModuleList(
         nn.ModuleDict({"k_proj": nn.Linear(8, 6), "v_proj": nn.Linear(8, 6)}) for _ in range(2)
     )
-    assert count_drafter_numbers(layers) == 24
-    assert count_drafter_numbers(nn.Linear(8, 6)) == 0
+    assert list_drafter_caches(layers) == [LayerCache(6)] * 4
+    assert list_drafter_caches(nn.Linear(8, 6)) == []
 
 
 def test_a_small_model_keeps_what_its_layers_keep(tiny: Target) -> None:
     small = nn.ModuleDict({"model": cut_tiny(2)})
-    whole = sum(cache.size for cache in list_layer_caches(tiny.config))
-    assert count_drafter_numbers(small) * len(tiny.layers) == 2 * whole
+    assert list_drafter_caches(small) == list_layer_caches(tiny.config)[:2]
+
+
+def test_windows_of_a_drafter_keep_no_more_than_themselves(tiny: Target) -> None:
+    """Those of a small model with sliding layers, and that of an EAGLE-3 drafter's attention."""
+    small = nn.ModuleDict({"model": cut_tiny(2)})
+    config: Any = small["model"].config
+    config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 8
+    eagle = Eagle3(tiny, window=8, num_layers=2)
+    for drafter, kept in ((small, 8 + 100), (eagle, 2 * 8)):
+        caches = list_drafter_caches(drafter)
+        size = sum(cache.size for cache in caches) // 2
+        memory = plan_serving_memory(tiny.config, caches, 3, 100)
+        assert memory.drafter == 3 * 2 * size * kept
