@@ -4,12 +4,13 @@ and trees at several batch sizes. Nothing here needs a GPU, and no number was me
     python -m lab.benchmarks.round_counts [out=lab/results/round-counts.json]
 
 The round runs on the device "meta", by the kernels of a GPU, before anything is compiled. On a GPU
-the target's layers are compiled: what lies between their products and kernels becomes six launches
-a layer (norm; rotation of queries; of keys; sum and norm; gated unit; sum), as Inductor compiled
-it for an H200 that was not there. Nodes of the graphs, bytes and floors are those after that.
-Every operation reads what it is given and writes what it makes, once; of a cache and of a table it
-reads or writes only the rows that it uses. A tensor without values cannot be read by the host, so
-a round that is counted waits for nothing; the host reads a log after every few rounds.
+the target's layers are compiled: what lies between their products and kernels becomes four launches
+a layer (norm; sum and norm; gated unit; sum), as Inductor compiled it for an H200 that was not
+there. It made two more of the rotation, which is now in the launch that appends. Nodes of the
+graphs, bytes and floors are those after that. Every operation reads what it is given and writes
+what it makes, once; of a cache and of a table it reads or writes only the rows that it uses. A
+tensor without values cannot be read by the host, so a round that is counted waits for nothing; the
+host reads a log after every few rounds.
 
 The floor takes, for every launch, its bytes at the rate of a large copy, its operations at the rate
 of a large product, or the time of an empty launch in a graph, whichever is longest, and nothing
@@ -36,7 +37,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.files import write_text
 from spectrain.kernels.tree_attention import choose_splits, choose_tiles
-from spectrain.models.fast import merge_linears
+from spectrain.models.fast import fuse_text_layers, merge_linears
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 from . import launches
@@ -55,14 +56,15 @@ BATCHES = (1, 8, 64)
 PREFIX = 1024
 LAUNCH_SECONDS = 1.7e-6
 """Seconds of a small kernel in a CUDA graph, an estimate between 1.5 and 2.2 microseconds."""
-FUSED_LAUNCHES = 6
-"""Launches of a compiled layer between its products, the append and attention."""
+FUSED_LAUNCHES = 4
+"""Launches of a compiled layer between its products, rotation and append, and attention."""
 SELECTIONS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
 """Operations that read the rows that they return, and no others."""
 ROWS_OF = {
     # Caches and tables, and the operands or results of which they take or give as many bytes.
     "spectrain::accepted_input": (("text", "embedding"), ("out0",)),
     "spectrain::node_input": (("states", "embedding"), ("out0",)),
+    # Cosines and sines are as small as one head.
     "spectrain::rotate_append": (("store", "cos", "sin"), ("k", "v")),
     "spectrain::kv_append": (("store",), ("keys", "values")),
     "spectrain::round_commit": (("tokens", "lines"), ("path", "path")),
@@ -195,6 +197,7 @@ def count_row(model: str, name: str, batch: int) -> dict[str, Any]:
     geometry = MODELS[model]
     target = build_meta_target(geometry, torch.bfloat16)
     merge_linears(target.model)
+    fuse_text_layers(target.model)
     builder = ROUNDS[name]
     drafter = None
     if builder is not None:
@@ -207,7 +210,7 @@ def count_row(model: str, name: str, batch: int) -> dict[str, Any]:
     launches_by_part = {part: counter.launches.total() for part, counter in counters.items()}
     verification = counters["verify"].traffic
     shape = StepShape(geometry, tokens=rows)
-    fused = between_products(shape, training=False, norms=2).bytes
+    fused = between_products(shape, training=False, norms=2, rotates=False).bytes
     for _ in range(geometry.layers):
         verification.add(FUSED_LAUNCHES, fused)
     total = Traffic(

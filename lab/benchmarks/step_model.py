@@ -173,12 +173,12 @@ def attention_work(shape: StepShape, later: int, training: bool) -> Work:
     return forward + backward
 
 
-def between_products(shape: StepShape, training: bool, norms: int) -> Work:
+def between_products(shape: StepShape, training: bool, norms: int, rotates: bool = True) -> Work:
     """Return the work between the products of a layer, one kernel each: norms with their residual
-    sums, rotation, and the gated unit.
+    sums, the gated unit, and rotation, unless it is in the launch that appends keys.
     """
     norm = 4 * shape.model.width
-    rotation = 2 * (shape.attended + shape.keys)
+    rotation = rotates * 2 * (shape.attended + shape.keys)
     gate = 3 * shape.model.inner
     forward = norms * norm + rotation + gate
     # The backward pass reads the inputs again, beside the gradient.

@@ -27,7 +27,7 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.models.fast.merged_linears import merge_linears
+from spectrain.models.fast import fuse_text_layers, merge_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
@@ -86,6 +86,7 @@ def make_engine(name: str) -> CapturedRunner:
     target.to("meta")
     # As `pack_weights` and `prepare_for_decoding` do on a GPU.
     merge_linears(target.model)
+    fuse_text_layers(target.model)
     if model is not None:
         merge_linears(model, trainable=True)
     return CapturedRunner(target, rule, model, builder)
