@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,6 +121,19 @@ def seed_random() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def restore_local_rank() -> Iterator[None]:
+    """Undo what a test that shards in its own process leaves: programs that later tests start
+    would take themselves for one of several processes.
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    yield
+    if rank is None:
+        os.environ.pop("LOCAL_RANK", None)
+    else:
+        os.environ["LOCAL_RANK"] = rank
 
 
 @pytest.hookimpl(wrapper=True)

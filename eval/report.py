@@ -24,7 +24,8 @@ from spectrain.output.verbosity import shows_notes
 
 WIDTH = 100  # characters of a printed line
 # Characters of a name in a table: longer ones wrap, and one is never narrower.
-MAX_NAME, MIN_NAME = 28, 16
+MAX_NAME = 28
+MIN_NAME = 16
 
 
 def open_console() -> Console:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from .errors import RunError, UserError
 
 REPEAT_COMMAND = "give the same command again"
+SAVE_AS_UTF8 = "save it as UTF-8"
 COPY_AGAIN = "copy the file again"
 # Bytes of a text file that is read whole; the texts of a code base have far less.
 MAX_TEXT_BYTES = 200_000_000
@@ -158,7 +159,7 @@ def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> No
         scratch.write_text(text, encoding="utf-8")
 
 
-def open_text(path: Path, is_compressed: bool = False) -> TextIO:
+def open_text(path: Path, is_compressed: bool = False, remedy: str = SAVE_AS_UTF8) -> TextIO:
     """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by
     gzip or not.
 
@@ -168,20 +169,20 @@ def open_text(path: Path, is_compressed: bool = False) -> TextIO:
     require_regular_file(path)
     opened = gzip.open if is_compressed else open
     with opened(path, "rb") as file:
-        check_encoding(file.read(4), path)
+        check_encoding(file.read(4), path, remedy)
     return opened(path, "rt", encoding="utf-8-sig")
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, remedy: str = SAVE_AS_UTF8) -> str:
     """Return the text of a file that a user wrote, without a byte-order mark; raise a UserError for
-    a larger one than any text is.
+    a larger one than any text is, and with the `remedy` for one in another encoding.
     """
     if path.exists() and path.stat().st_size > MAX_TEXT_BYTES:
         raise UserError(
             f"{path}: it has more than {MAX_TEXT_BYTES // 1_000_000} MB, which no text needs; "
             "divide it"
         )
-    with open_text(path) as file:
+    with open_text(path, remedy=remedy) as file:
         return file.read()
 
 
@@ -234,7 +235,7 @@ def open_in_place(path: Path | str, flags: int, mode: int = 0o666) -> int:
     return handle
 
 
-def check_encoding(start: bytes, path: Path) -> None:
+def check_encoding(start: bytes, path: Path, remedy: str = SAVE_AS_UTF8) -> None:
     """Raise a UserError where the first bytes of a file are the byte-order mark of another
     encoding than UTF-8, or hold a zero, as those of such an encoding without a mark.
     """
@@ -242,7 +243,7 @@ def check_encoding(start: bytes, path: Path) -> None:
     if encoding is None and 0 in start:
         encoding = "UTF-16 or UTF-32"
     if encoding is not None:
-        raise UserError(f"{path}: it is {encoding} text; save it as UTF-8")
+        raise UserError(f"{path}: it is {encoding} text; {remedy}")
 
 
 @contextmanager

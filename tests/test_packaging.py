@@ -166,7 +166,10 @@ def test_wheels_travel_for_what_is_too_old_there(tmp_path: Path) -> None:
     """A machine that has everything, but transformers in an older release than spectrain supports,
     gets that wheel alone; an absent package travels too, and one that it needs in another version.
     """
-    everything = {name: found.version for name, found in find_requirements("spectrain", {}).items()}
+    everything = {
+        name: requirement.version
+        for name, requirement in find_requirements("spectrain", {}).items()
+    }
     assert not find_missing(everything)
     assert list(find_missing({**everything, "transformers": "5.17.0"})) == ["transformers"]
     assert list(find_missing({**everything, "transformers": "5.99.0"})) == ["transformers"]

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from spectrain.errors import UserError
-from spectrain.files import COPY_AGAIN, read_text, require_regular_file
+from spectrain.files import COPY_AGAIN, SAVE_AS_UTF8, read_text, require_regular_file
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
@@ -153,7 +153,7 @@ def parse_file(
                 f"{path}: it has more than {limit / 1_000_000:g} MB, which no such file needs; "
                 f"{remedy}"
             )
-        return parse(read_text(path))
+        return parse(read_text(path, SAVE_AS_UTF8 if remedy == COPY_AGAIN else remedy))
     except OSError as error:
         raise UserError(
             f"{path}: it cannot be read ({error.strerror}); see that it is there and yours"

@@ -235,3 +235,5 @@ class SavedFiles:
     # Directories that its first weights were loaded from: drafter.init's, then those of inner
     # drafters.
     origins: tuple[Path, ...] = ()
+    # Files that its settings name, by setting, as the labels of a judge.
+    read: Mapping[str, Path] = field(default_factory=dict)

@@ -106,7 +106,8 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
 def check_named_sizes(config: dict[str, Any], path: Path) -> None:
     """Raise a UserError for a configuration of a language model that leaves out one of its sizes.
 
-    A model with parts, as with one that reads images, may leave out what its class has.
+    A model with parts, as with one that reads images, may leave out what its class has. A size that
+    is a property follows from others, as the number of layers does from a list of their kinds.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -118,8 +119,10 @@ def check_named_sizes(config: dict[str, Any], path: Path) -> None:
         return
     aliases = getattr(kind, "attribute_map", {})
     for names in NAMED_SIZES:
-        has_size = any(hasattr(kind, aliases.get(size, size)) for size in names)
-        if has_size and not any(config.get(size) is not None for size in names):
+        keys = [aliases.get(size, size) for size in names]
+        sizes = [getattr(kind, key, None) for key in keys]
+        has_size = any(size is not None and not isinstance(size, property) for size in sizes)
+        if has_size and not any(config.get(key) is not None for key in (*names, *keys)):
             raise UserError(f"{path}: {names[0]} is missing; copy the file again")
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ MAX_WORDS = 32
 MAX_UNITS = 256
 """Words and classes that are taken from a pattern, and all that is repeated to trial texts."""
 MAX_CHARACTER = 0x110000
-SAMPLES = "".join(map(chr, (*range(9, 0x3400, 7), *range(0x3400, 0xD800, 61),
-    *range(0xE000, 0x20000, 31), 0x20000, 0xE0100, 0xF0000, 0x10FFFD)))  # fmt: skip
+SAMPLE_RANGES = (range(9, 0x3400, 7), range(0x3400, 0xD800, 61), range(0xE000, 0x20000, 31))
+SAMPLES = "".join(map(chr, (*chain(*SAMPLE_RANGES), 0x20000, 0xE0100, 0xF0000, 0x10FFFD)))
 """Characters of every script that is written today."""
 ESCAPED_CHARACTER = re.compile(r"\\x\{([0-9a-fA-F]{1,8})\}|\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")
 ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\[:[^]]*:\]\]?")

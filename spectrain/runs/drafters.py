@@ -3,7 +3,7 @@
 import inspect
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -120,9 +120,23 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
         inner = getattr(drafter, key)
         load_weights(inner if index is None else inner[index], directory, target)
     drafter.saved = replace(
-        drafter.saved, origins=tuple(directory for _, _, directory in directories)
+        drafter.saved,
+        origins=tuple(directory for _, _, directory in directories),
+        read=find_named_files(settings),
     )
     return drafter
+
+
+def find_named_files(settings: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the files that settings of a drafter name, by setting. A model is none of them: it is
+    where a training starts, and its weights are in the checkpoints.
+    """
+    paths = {
+        key: Path(value).expanduser()
+        for key, value in settings.items()
+        if isinstance(value, str) and key != "model"
+    }
+    return {key: path for key, path in paths.items() if path.is_file()}
 
 
 def list_inner_directories(spec: GroupSpec) -> list[tuple[str, int | None, Path]]:

@@ -2,7 +2,6 @@
 sentence that names the difference."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,12 @@ def collect_facts(
     dataset: Dataset,
     drafter: Drafter,
     source: Source,
-    settings: Mapping[str, Any],
 ) -> InputFacts:
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a
-    drafter changed its layers, and `settings` are those of the drafter.
+    drafter changed its layers.
     """
     folders = drafter.saved.origins
+    files = {key: hash_file(path) for key, path in drafter.saved.read.items()}
     inputs = {
         **({} if weights is None else {"target_weights": weights}),
         "tokenizer": hash_tokenizer(target),
@@ -113,21 +112,10 @@ def collect_facts(
             if folders
             else {}
         ),
-        **({"files": files} if (files := hash_named_files(settings)) else {}),
+        **({"files": files} if files else {}),
         **({"source": facts} if (facts := source.provenance_facts()) else {}),
     }
     return InputFacts(target.path, target.name, dataset.provenance_facts(), inputs)
-
-
-def hash_named_files(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of the files that settings of the drafter name, as the labels of a judge
-    do. A model is where a training starts, and its weights are in the checkpoints.
-    """
-    return {
-        key: hash_file(Path(value).expanduser())
-        for key, value in settings.items()
-        if isinstance(value, str) and key != "model" and Path(value).expanduser().is_file()
-    }
 
 
 def hash_folder(folder: Path) -> str:

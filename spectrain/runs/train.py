@@ -182,7 +182,7 @@ def load_inputs(
         *filter(None, [report, adapted]),
         *explain_no_validation(dataset, data.held_out, target),
     ]
-    facts = collect_facts(target, weights, dataset, drafter, source, spec.drafter.settings)
+    facts = collect_facts(target, weights, dataset, drafter, source)
     target.pack_weights()
     return TrainingInputs(
         spec, target, dataset, drafter, source, evaluation, (tree, rule), facts, report_lines

@@ -20,7 +20,7 @@ from .checks import check_family, check_validations
 from .metrics import Tracker
 from .parallel.base import ParallelStrategy
 from .parallel.context import check_context, choose_method, make_context_group
-from .parallel.launch import connect_processes, make_strategy
+from .parallel.launch import connect_processes, make_strategy, restore_variables
 from .report import TrainingReport
 from .run import TrainingRun
 from .settings import TrainerSettings
@@ -42,6 +42,7 @@ class Trainer(TrainerSettings):
         """Connect the processes of this launch."""
         return connect_processes(self.sharding, self.timeout)
 
+    @restore_variables("LOCAL_RANK")
     def fit(
         self,
         drafter: Drafter,

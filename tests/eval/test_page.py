@@ -441,10 +441,10 @@ def test_long_prompts_and_other_scripts_are_readable(
     write_report(tmp_path / "report.html", [tmp_path / "long"])
     page, _ = open_page(browser, tmp_path / "report.html", size)
     boxes = page.locator(".prompt")
-    height, shown, whole = boxes.first.evaluate(
+    height, shown, full = boxes.first.evaluate(
         "box => [box.offsetHeight, box.clientHeight, box.scrollHeight]"
     )
-    assert height < 250 and whole > 2 * shown
+    assert height < 250 and full > 2 * shown
     boxes.first.focus()
     page.keyboard.press("End")
     page.wait_for_function("document.querySelector('.prompt').scrollTop > 0")

@@ -5,16 +5,22 @@ before anything is built.
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS,
+)
 
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
+from spectrain.models.model_sizes import check_named_sizes
 from spectrain.models.rope import check_rope
 from spectrain.models.target import Target
 
@@ -287,6 +293,21 @@ WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
     ({"ropetype": "yarn", "factor": 2.0}, "ropetype: no reader has a key of this spelling"),
     ({**LINEAR, "type": "yarn"}, "rope_type=linear and type=yarn contradict each other"),
 ]
+
+
+@pytest.mark.parametrize(
+    "names", [["nemotron_h", "xlm"], pytest.param([*CAUSAL_MODELS], marks=pytest.mark.slow)]
+)
+def test_what_transformers_saves_names_its_sizes(names: list[str]) -> None:
+    """A size may be called otherwise, or follow from a list of layers."""
+    configs = []
+    for name in names:
+        # Defaults of some are no valid configuration, and some need another package.
+        with suppress(Exception):
+            configs.append(CONFIG_MAPPING[name]().to_dict())
+    assert len(configs) >= 0.9 * len(names)
+    for config in configs:
+        check_named_sizes(config, Path(config["model_type"]))
 
 
 @pytest.mark.parametrize(

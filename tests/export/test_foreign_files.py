@@ -204,7 +204,7 @@ TOKENIZER_FILES = {
 
 
 @pytest.mark.parametrize("case", TOKENIZER_FILES)
-def test_a_damaged_tokenizer_beside_a_drafter_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_of_a_drafter_is_a_sentence(case: str, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_DIRECTORY / name, tmp_path)
     name, content = TOKENIZER_FILES[case]

@@ -278,7 +278,16 @@ def list_launches() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         ),
         "rotate_append of angles": (
             rotate_append._launch_rotate_append,
-            (store, x, x[..., :4], x[..., 4:], *x[None, 0].split(4, -1), None, lengths, 1),
+            (
+                store,
+                x,
+                x[..., :4],
+                x[..., 4:],
+                *x[:1].expand(2, -1, -1).split(4, -1),
+                None,
+                lengths,
+                1,
+            ),
         ),
         "find_ancestors": (tree_masks._launch_ancestors, (nodes.parents,)),
         "pack_words": (tree_masks._launch_pack, (torch.ones(2, 3, 70, dtype=torch.bool),)),

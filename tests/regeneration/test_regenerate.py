@@ -29,6 +29,7 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, RunInterrupted, UserError
 from spectrain.models.accelerator import accelerator
+from spectrain.models.fingerprint import hash_target
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.regeneration.chat_progress import AnswerError
@@ -280,12 +281,18 @@ def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFi
     ids=["forked", "commands"],
 )
 def test_killed_processes_leave_the_set_of_a_single_process(
-    start: Any, tmp_path: Path, tiny: Target, complete_set: Path
+    start: Any,
+    tmp_path: Path,
+    tiny: Target,
+    complete_set: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks share the shards; one is killed by SIGKILL in the middle of a shard. What is
     finished is not made again, a torn line is dropped, and in the end the bytes are those of one
     process that nothing interrupted."""
     out = tmp_path / "out"
+    # As the command records it.
+    monkeypatch.setattr(tiny, "weights_hash", hash_target(load_tiny()))
     ranks = [start(out, tiny, rank) for rank in range(2)]
     journal = out / "unfinished" / "part-00001.jsonl"  # of the second rank
     while ranks[1].is_alive() and (not journal.exists() or journal.read_bytes().count(b"\n") < 2):

@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from hydra import compose, initialize_config_module
 from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import GROUPS, RunSpec
+from spectrain.drafters.capabilities import SavedFiles
 from spectrain.errors import UserError
 from spectrain.files import LockTaken
+from spectrain.models.target import Target
 from spectrain.provenance import describe_command, read_launch
+from spectrain.runs.drafters import find_named_files
 from spectrain.runs.folder import find_results_folder, require_drafter_directory
 from spectrain.runs.lock import claim_folder, claim_new_folder, lock_run
 from spectrain.runs.resume import (
@@ -27,7 +31,7 @@ from spectrain.runs.resume import (
     InputFacts,
     check_inputs,
     check_settings,
-    hash_named_files,
+    collect_facts,
 )
 from spectrain.runs.train import choose_folder, write_settings
 
@@ -147,15 +151,17 @@ def test_other_inputs_are_refused_or_recorded(
     assert saved["changes"] == [{"step": 4, "data": FACTS.data, "inputs": FACTS.inputs}]
 
 
-def test_a_file_that_a_drafter_reads_is_one_of_its_inputs(tmp_path: Path) -> None:
+def test_a_file_that_a_drafter_reads_is_one_of_its_inputs(tmp_path: Path, tiny: Target) -> None:
     """The labels of a judge may change while its conversations stay the same."""
     labels = tmp_path / "labels.jsonl"
     settings = {"labels": str(labels), "model": str(labels), "window": 3}
-    assert hash_named_files(settings) == {}
+    assert find_named_files(settings) == {}
+    data: Any = SimpleNamespace(provenance_facts=dict)
     hashes = []
     for text in ("a", "b", "a"):
         labels.write_text(text)
-        hashes.append(hash_named_files(settings))
+        drafter: Any = SimpleNamespace(saved=SavedFiles(read=find_named_files(settings)))
+        hashes.append(collect_facts(tiny, None, data, drafter, data).inputs["files"])
     assert hashes[0] == hashes[2] != hashes[1] and hashes[0].keys() == {"labels"}
 
 

@@ -2,7 +2,6 @@
 them.
 """
 
-import dataclasses
 import inspect
 import re
 import subprocess
@@ -52,7 +51,8 @@ def is_plain(hint: Any) -> bool:
 
 def get_hints(target: Any) -> dict[str, Any]:
     """Return type hints; names that are imported for them alone stand for runtime objects."""
-    if dataclasses.is_dataclass(target):
+    # A class with a constructor of its own may inherit from a dataclass.
+    if "__dataclass_fields__" in vars(target):
         return typing.get_type_hints(target, include_extras=True)
     module = inspect.getmodule(target)
     assert module is not None

@@ -5,6 +5,9 @@ they would be on a GPU while the default is the CPU. Whatever a step makes witho
 then meets the model's tensors on another one, and fails.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,3 +105,19 @@ def test_a_tensor_on_the_default_device_fails() -> None:
     """The proof can fail: what is made without a device cannot be computed with."""
     with make_nothing_by_default(), pytest.raises((RuntimeError, NotImplementedError)):
         torch.zeros(2, device="cpu").copy_(torch.ones(2) + torch.zeros(2, device="cpu")).sum()
+
+
+TRAINING = """
+import os, sys, spectrain
+settings = {"trainer.sharding": "fsdp2", "trainer.max_steps": 1, "data.limit": 8, "eval": "none"}
+spectrain.train("eagle3", target="tiny", run=sys.argv[1], **settings, **{"drafter.start": "random"})
+assert "LOCAL_RANK" not in os.environ
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_training_of_one_process_leaves_it_without_a_rank(tmp_path: Path) -> None:
+    """A program that it starts afterwards would look for the other processes."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    command = [sys.executable, "-c", TRAINING, str(tmp_path / "run")]
+    subprocess.run(command, check=True, env=environment)

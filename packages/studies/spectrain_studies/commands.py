@@ -50,7 +50,7 @@ def audit(config: Any) -> None:
 
     settings = read_command(config, ("target", "data", "eval"))
     names = ("prompts", "limit", "categories")
-    selected = read_prompts(*(settings["eval"].get(name) for name in names)).prompts
+    selected = read_prompts(*(settings["eval"].settings.get(name) for name in names)).prompts
     texts = [content_text(turn) for prompt in selected for turn in prompt.turns]
     audit_command(settings["target"], settings["data"], texts)
 

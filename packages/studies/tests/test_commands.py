@@ -137,7 +137,7 @@ def test_the_audit_composes() -> None:
         compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
         ("target", "data", "eval"),
     )
-    assert checked["eval"].get("prompts") == "x.jsonl"
+    assert checked["eval"].settings.get("prompts") == "x.jsonl"
 
 
 def test_a_gguf_file_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

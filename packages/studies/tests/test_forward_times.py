@@ -45,7 +45,7 @@ def test_chosen_experts_are_those_of_random_rows() -> None:
 
 
 @pytest.mark.parametrize("made", [SPARSE, DENSE], ids=["experts", "dense"])
-def test_a_fit_predicts_sizes_that_it_has_not_seen(made: ForwardTimes) -> None:
+def test_a_fit_predicts_new_sizes(made: ForwardTimes) -> None:
     """Times with errors of 1 % give the efficiency of other sizes to 3 %."""
     source = random.Random(1)
     rows = [count * width for count in SIZES for width in (1, 5)]

@@ -96,8 +96,10 @@ def check_quantization(model: str, config: Any) -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = quantization_method(config)
-    known = {name.removesuffix("_4bit").removesuffix("_8bit")
-        for name in AUTO_QUANTIZATION_CONFIG_MAPPING}  # fmt: skip
+    known = {
+        name.removesuffix("_4bit").removesuffix("_8bit")
+        for name in AUTO_QUANTIZATION_CONFIG_MAPPING
+    }
     if method is not None and method not in known:
         raise UserError(
             f"target.model={model}: its config.json says quant_method={method[:60]}, and "

@@ -207,7 +207,8 @@ def attention_fields(probe: Probe) -> dict[str, Any]:
 
 def _rotates_late(call: ForwardCall) -> bool:
     """Tell whether attention may rotate queries and keys where it appends to the cache."""
-    visibility, plan = call.attention_visibility, call.plan
+    visibility = call.attention_visibility
+    plan = call.plan
     return (
         isinstance(visibility, Visibility)
         and plan.cache is not None

@@ -191,7 +191,8 @@ def _find_late_size(attention: Any) -> int | None:
         return None
     if len(rotated) != 2 or len(attended) != 3:
         return None
-    (q, k), (query, key, value) = rotated, attended
+    q, k = rotated
+    query, key, value = attended
     angles = q.new_empty(1, 1, q.shape[-1])
     is_last = query is q and key is k and key.shape == value.shape
     return q.shape[-1] if is_last and can_rotate(q, k, angles) else None

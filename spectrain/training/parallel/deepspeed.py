@@ -20,8 +20,11 @@ default DeepSpeed allocates buffers of 500 million, whatever the size of what it
 
 
 def bucket_values(parameters: Iterable[Tensor]) -> int:
-    """Return the values of a buffer of gradients: all of them, or as many as a buffer may hold."""
-    return max(1, min(BUCKET_VALUES, sum(parameter.numel() for parameter in parameters)))
+    """Return the values of a buffer of gradients: all of them, or as many as a buffer may hold.
+    DeepSpeed asks for an even number.
+    """
+    values = sum(parameter.numel() for parameter in parameters)
+    return max(2, min(BUCKET_VALUES, values + values % 2))
 
 
 class ZeroStrategy(ParallelStrategy):

@@ -207,17 +207,33 @@ def _is_set(name: str) -> bool:
 
 
 @contextmanager
-def _hide_variables(*names: str) -> Iterator[None]:
-    """Remove these environment variables, and restore them at the end."""
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
+def restore_variables(*names: str) -> Iterator[None]:
+    """Give these environment variables back their values at the end, and unset those that had
+    none.
+    """
+    saved = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
-        os.environ.update(saved)
+        for name, value in saved.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _hide_variables(*names: str) -> Iterator[None]:
+    """Remove these environment variables, and restore them at the end."""
+    with restore_variables(*names):
+        for name in names:
+            os.environ.pop(name, None)
+        yield
 
 
 def _init_single_process(device: torch.device) -> None:
-    """Initialize a process group of one process."""
+    """Initialize a process group of one process. DeepSpeed reads the variable while it trains; the
+    trainer unsets it, because accelerate takes a process that has it for one of several.
+    """
     os.environ.setdefault("LOCAL_RANK", "0")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(

@@ -108,8 +108,8 @@ def test_windows_of_a_drafter_keep_no_more_than_themselves(tiny: Target) -> None
     config: Any = small["model"].config
     config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 8
     eagle = Eagle3(tiny, window=8, num_layers=2)
-    for drafter, kept in ((small, 8 + 100), (eagle, 2 * 8)):
+    for drafter, count in ((small, 8 + 100), (eagle, 2 * 8)):
         caches = list_drafter_caches(drafter)
         size = sum(cache.size for cache in caches) // 2
         memory = plan_serving_memory(tiny.config, caches, 3, 100)
-        assert memory.drafter == 3 * 2 * size * kept
+        assert memory.drafter == 3 * 2 * size * count
