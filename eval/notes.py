@@ -462,6 +462,13 @@ def describe_identity(lossless: Summary) -> str:
         return f"NOT LOSSLESS: answers under rule {lossless['rule']} differ in distribution."
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
+        identical = lossless["identical"]
+        if identical is not None and (parted := lossless["checked"] - identical):
+            return (
+                f"{identical} of {lossless['checked']} outputs are identical to "
+                f"{lossless['reference']}; {parted} part from it at a near tie of the target's "
+                "two best logits, and what follows there was not compared."
+            )
         return (
             f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; "
             f"near ties: {ties}."

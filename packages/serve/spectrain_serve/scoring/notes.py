@@ -193,6 +193,11 @@ def _describe_own_chain(own: dict[str, Any]) -> Iterator[str]:
         f"No tested cause explains the difference ({tested or 'none is known for this family'}); "
         f"the first round that differs is at position {own['first_difference']}."
     )
+    if own["dtype"] != "float32":
+        yield (
+            f"Both compute in {own['dtype']}, where rounding changes rounds; server.dtype=float32 "
+            "target.dtype=float32 tells whether it is that alone."
+        )
     if own["search"]["is_cut"]:
         yield (
             f"The search ended after {own['search']['seconds']:.0f} seconds, before every "

@@ -13,7 +13,7 @@ from typing import Any
 
 from spectrain.errors import RunError, UserError
 from spectrain.eval.columns import DRAFTER
-from spectrain.eval.identity import Identity, first_difference
+from spectrain.eval.identity import Identity, first_difference, logit_gap
 from spectrain.eval.kinds import ROUND_GROUPS
 from spectrain.eval.metrics import SystemSummary, Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
@@ -210,8 +210,13 @@ class ServerAnswers(AnswerSource):
             unknown=unknown,
             lossless=None
             if plain is None or not self.evaluation.check
-            else compare_outputs(turns, drafted, plain).summary(),
+            else compare_outputs(turns, drafted, plain, self._find_reference()).summary(),
         )
+
+    def _find_reference(self) -> Target | None:
+        """Return our own target, if it rounds as the servers' does."""
+        own = self.subject.own
+        return own.target if own is not None and own.server_dtype == own.dtype else None
 
     def measure_more(self, answers: Answers, summaries: Mapping[str, SystemSummary]) -> Entries:
         first = answers.turns[DRAFTER]
@@ -327,9 +332,18 @@ class AllOpen:
             await server.__aexit__(*raised)
 
 
-def compare_outputs(turns: Sequence[Turn], drafted: LevelResult, plain: LevelResult) -> Identity:
+def compare_outputs(
+    turns: Sequence[Turn],
+    drafted: LevelResult,
+    plain: LevelResult,
+    target: Target | None = None,
+) -> Identity:
     """Compare greedy answers with those of the server without a drafter, by tokens or, where
     there are none, by text.
+
+    With `target`, our own model of the servers' type, an answer may part from its reference where
+    the target's two best logits are a near tie. It does not count as identical then, because the
+    server did not answer what follows from the reference's token, nor as a difference.
     """
     identity = Identity("greedy", True, "the server without a drafter")
     pairs = [
@@ -339,14 +353,21 @@ def compare_outputs(turns: Sequence[Turn], drafted: LevelResult, plain: LevelRes
     ]
     for turn, (left, right) in zip(turns, pairs, strict=True):
         identity.checked += 1
-        if left.completion.token_ids is not None and right.completion.token_ids is not None:
-            position = first_difference(left.completion.token_ids, right.completion.token_ids)
+        reference = right.completion.token_ids
+        if left.completion.token_ids is not None and reference is not None:
+            position = first_difference(left.completion.token_ids, reference)
         else:
             position = None if left.completion.message == right.completion.message else 0
         if position is None:
             identity.identical += 1
+            continue
+        location = {"id": turn.id, "turn": turn.turn, "position": position}
+        if target is None or reference is None or position >= len(reference):
+            identity.differences.append({**location, "gap": None})
+            continue
+        gap = logit_gap(target, turn.drafted.prompt + reference[:position])
+        if gap.is_tie:
+            identity.near_ties.append({**location, "gap": gap.size, "rounding": gap.rounding})
         else:
-            identity.differences.append(
-                {"id": turn.id, "turn": turn.turn, "position": position, "gap": None}
-            )
+            identity.differences.append({**location, "gap": gap.size})
     return identity

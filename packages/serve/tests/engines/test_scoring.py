@@ -32,7 +32,13 @@ from .test_vllm import PROMPTS, RUNS, TOKENS
 
 PORT = 8345
 LEVELS = [1, 4, 8]
-SETTINGS = {"eval.limit": PROMPTS, "eval.max_new_tokens": TOKENS, "eval.report": False}
+SETTINGS = {
+    # In bfloat16 rounding would decide between tokens.
+    "target.dtype": "float32",
+    "eval.limit": PROMPTS,
+    "eval.max_new_tokens": TOKENS,
+    "eval.report": False,
+}
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "medusa1", "gkd", "tiny-peagle"])
@@ -43,6 +49,7 @@ def test_a_server_is_scored_as_our_chain(recipe: str, tmp_path: Path) -> None:
     settings = {
         "server.python": sys.executable,
         "server.port": PORT,
+        "server.dtype": "float32",
         "eval.concurrency": LEVELS,
         "eval.name": "server",
     }

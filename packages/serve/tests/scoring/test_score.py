@@ -23,7 +23,9 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
+from spectrain.eval.identity import Identity
 from spectrain.eval.metrics import Turn
+from spectrain.eval.notes import describe_identity
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch
@@ -38,13 +40,21 @@ from spectrain_serve.scoring.command import describe_launch, refuse_inapplicable
 from spectrain_serve.scoring.latency import LatencyLimits
 from spectrain_serve.scoring.notes import describe_server
 from spectrain_serve.scoring.own_chain import OwnChain
+from spectrain_serve.scoring.requests import LevelResult
 from spectrain_serve.scoring.rounds import expand_counters
-from spectrain_serve.scoring.score import DRAFTED, PLAIN, ServedSubject, ServerEvaluation
+from spectrain_serve.scoring.score import (
+    DRAFTED,
+    PLAIN,
+    ServedSubject,
+    ServerEvaluation,
+    compare_outputs,
+)
 from spectrain_serve.scoring.search import Cause
 from spectrain_serve.servers.base import DraftedRounds
 from spectrain_studies.comparison.recommendations import compare_runs
 from spectrain_studies.comparison.scored_runs import ScoredRun
 from tests.factories import build_evaluation
+from tests.targets import cut_tiny
 
 ROWS = [
     {
@@ -280,6 +290,35 @@ def test_the_template_of_the_server(shallow: Target, prompts: str, tmp_path: Pat
         and summary["server"]["template"]["first_difference"] is not None
     )
     assert "chat template" in " ".join(describe_server(summary["server"]))
+
+
+def test_an_answer_may_part_at_a_near_tie() -> None:
+    """Where the target's two best logits are equal, another answer is no difference, and it is
+    said that what follows was not compared; where they are not, it is one.
+    """
+    prompt = [11, 12, 13]
+    target = cut_tiny(3)
+    model = target.model
+    best, other = model(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
+    turn = SimpleNamespace(id="a", turn=0, drafted=Generation(prompt, [other, 5]))
+
+    def compare(reference: Target | None) -> Identity:
+        levels = [
+            LevelResult(1, [SimpleNamespace(completion=SimpleNamespace(token_ids=tokens))])
+            for tokens in ([other, 5], [best, 6])
+        ]
+        return compare_outputs([turn], *levels, reference)
+
+    apart = compare(target)
+    assert apart.lossless is False and apart.differences[0]["gap"] > 0
+    assert compare(None).differences[0]["gap"] is None
+    with torch.no_grad():
+        rows = model.get_output_embeddings().weight
+        rows[other] = rows[best]
+    tied = compare(target)
+    assert (tied.checked, tied.identical, tied.lossless) == (1, 0, True)
+    assert tied.near_ties[0]["position"] == 0 and tied.near_ties[0]["gap"] == 0
+    assert "1 part from it at a near tie" in describe_identity(tied.summary())
 
 
 def make_generation(prompt: int, lengths: list[int], output: list[int]) -> Generation:
