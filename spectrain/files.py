@@ -240,10 +240,10 @@ def check_encoding(start: bytes, path: Path, remedy: str = SAVE_AS_UTF8) -> None
     encoding than UTF-8, or hold a zero, as those of such an encoding without a mark.
     """
     encoding = next((name for mark, name in FOREIGN_MARKS.items() if start.startswith(mark)), None)
-    if encoding is None and 0 in start:
-        encoding = "UTF-16 or UTF-32"
     if encoding is not None:
         raise UserError(f"{path}: it is {encoding} text; {remedy}")
+    if 0 in start:
+        raise UserError(f"{path}: it has zero bytes, as UTF-16 and UTF-32 text has; {remedy}")
 
 
 @contextmanager

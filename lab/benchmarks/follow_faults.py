@@ -93,7 +93,8 @@ class FaultRig:
         """Start a role."""
         words = [f"role={role}", f"port={port}", f"upstream=http://127.0.0.1:{self.port}"]
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.follow_faults", *words], stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "lab.benchmarks.follow_faults", *words],
+            stderr=subprocess.DEVNULL,
         )
 
     def restart_server(self, signal_number: signal.Signals) -> None:

@@ -83,7 +83,7 @@ def serve(role: str, port: int, upstream: str, sample: float) -> None:
 @contextmanager
 def run_process(*words: str) -> Iterator[None]:
     """Run a role in a process until the block ends."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.follow_overhead", *words])
+    process = subprocess.Popen([sys.executable, "-m", "lab.benchmarks.follow_overhead", *words])
     try:
         yield
     finally:

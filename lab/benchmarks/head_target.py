@@ -133,7 +133,7 @@ def measure_load_apart(folder: Path, parts: str) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.head_target",
+        "lab.benchmarks.head_target",
         "--load",
         str(folder),
         "--parts",

@@ -81,7 +81,14 @@ def main() -> None:
 
 def measure_in_process(length: int, steps: int, way: str) -> tuple[float, float]:
     """Measure a case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.measure_unrolled", str(length), str(steps), way]
+    command = [
+        sys.executable,
+        "-m",
+        "lab.benchmarks.measure_unrolled",
+        str(length),
+        str(steps),
+        way,
+    ]
     words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(words[-2]), float(words[-1])
 

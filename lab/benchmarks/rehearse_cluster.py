@@ -1,9 +1,9 @@
 """Rehearse what happens to a training on several machines: each fault is made, and the run that
 follows is compared.
 
-The machines are network namespaces of this one (`benchmarks.machines`); the commands are those that
-a user types on a cluster, `accelerate launch` and `torchrun` with its c10d rendezvous. The program
-writes JSON and prints a table.
+The machines are network namespaces of this one (`lab.benchmarks.machines`); the commands are those
+that a user types on a cluster, `accelerate launch` and `torchrun` with its c10d rendezvous. The
+program writes JSON and prints a table.
 """
 
 import json

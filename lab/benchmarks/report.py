@@ -2,8 +2,8 @@
 lab/results/goals.json.
 
 A file takes part if its "setting" names a GPU and is not "toy", and if it has "rows", as
-`benchmarks.kernels` writes them, or "lines": numbers by the name of a goal. A line without data in
-any file is printed as not measured.
+`lab.benchmarks.kernels` writes them, or "lines": numbers by the name of a goal. A line without data
+in any file is printed as not measured.
 """
 
 import json

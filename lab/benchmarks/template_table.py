@@ -1,5 +1,5 @@
 """What becomes of each kind of row with each chat template: `python -m
-benchmarks.template_table` prints Markdown.
+lab.benchmarks.template_table` prints Markdown.
 """
 
 from collections import Counter

@@ -191,7 +191,7 @@ def test_other_encodings_are_refused_in_one_sentence(
 def test_an_encoding_without_a_mark_is_no_fault_of_the_json(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(json.dumps(CHAT).encode(encoding))
     with pytest.raises(
-        UserError, match=r"rows.jsonl: it is UTF-16 or UTF-32 text; save it as UTF-8"
+        UserError, match=r"rows.jsonl: it has zero bytes, as UTF-16 .* text has; save it as UTF-8"
     ):
         JsonlReader(str(tmp_path / "rows.jsonl")).load_conversations()
 

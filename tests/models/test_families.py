@@ -50,13 +50,28 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         (target, family): "keep a state"
         for target in KEEP_STATES
-        for family in ("early_exit", "layer_skip", "kangaroo", "adaptive_skip", "exits", "jump")
+        for family in (
+            "early_exit",
+            "layer_skip",
+            "kangaroo",
+            "adaptive_skip",
+            "exits",
+            "fine_tuned_streaming",
+            "joint_exits",
+            "jump",
+        )
     },
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{
         (target, family): "does not run token by token"
         for target in (*KEEP_STATES, "llama4_text")
-        for family in ("gated_lora", "hidden_transfer", "speculative_streaming", "ppd", "uno")
+        for family in (
+            "gated_lora",
+            "hidden_transfer",
+            "speculative_streaming",
+            "ppd",
+            "uno",
+        )
         if (target, family) != ("lfm2", "uno")  # which runs there
     },
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard", *WITH_CAUSAL)},

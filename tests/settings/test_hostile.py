@@ -193,7 +193,7 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     "nested to no end": ("causal", text(CONFIG, "[" * DEEP), "nested"),
     "nested settings": ("causal",
         set_key(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
-    "bytes": ("causal", text(CONFIG, bytes(range(256))), "JSON"),
+    "bytes": ("causal", text(CONFIG, bytes(range(256))), "zero bytes"),
     "a list": ("causal", text(CONFIG, "[]"), "settings"),
     "a drafter of text": ("causal", set_key(CONFIG, "drafter", value="causal"), "drafter"),
     # beside it

@@ -161,6 +161,11 @@ class GatedMasks(MaskDrafter):
 
     # Training
 
+    @property
+    def first_trained_layer(self) -> int:
+        """Return the first layer of the target that the backward pass runs through."""
+        return self.first_layer
+
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the target's layers over all tokens and masks, with an attention
         mask in every layer.
@@ -168,10 +173,10 @@ class GatedMasks(MaskDrafter):
         judged = batch.supervised if self.tiles else self.mask_ratio * batch.tokens
         num_masks = judged * self.masks_per_host / self.num_masks
         rows = batch.tokens + num_masks
-        layers = nn.ModuleList(list(target.layers)[self.first_layer :])
+        layers = nn.ModuleList(list(target.layers)[self.first_trained_layer :])
         runs = [Run(layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
         runs += [Run(self.factors, num_masks, 0)]
-        below = rows * self.first_layer / target.num_layers
+        below = rows * self.first_trained_layer / target.num_layers
         return StepCost(
             runs,
             Judged(judged, target.head.vocab_size, judged, copies=1, label_copies=1),

@@ -61,6 +61,11 @@ class MasksInTrainedTarget(GatedMasks):
         }
         return [Stage([{"params": list(self.parameters())}, adapted], ())]
 
+    @property
+    def first_trained_layer(self) -> int:
+        """Return 0: all layers learn, those below the masks too."""
+        return 0
+
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of the target over tokens and masks, and once more over the tokens
         alone.

@@ -40,12 +40,12 @@ REFUSED = {
     **{(recipe, "deepseek-v3"): "it cannot be cut" for recipe in ("atspeed", "gkd", "pard")},
     **{
         (recipe, target): "cannot be trained"
-        for recipe in ("cllm", "layerskip")
+        for recipe in ("cllm", "joint_exits", "layerskip")
         for target in QUANTIZED
     },
     **{
         (recipe, target): "adapters cannot be added"
-        for recipe in ("medusa2", "space")
+        for recipe in ("fine_tuned_streaming", "medusa2", "space")
         for target in QUANTIZED
     },
 }
