@@ -53,6 +53,8 @@ REGISTERS = 65536
 SHARED_MEMORY = 228 * 1024
 WARPS = 64
 PROGRAMS = 32
+# Sizes of heads of published models beside 128, with which everything else is launched.
+HEAD_SIZES = (64, 80, 96, 256)
 
 
 def count_programs(registers: int, shared: int, warps: int) -> int:
@@ -147,7 +149,12 @@ class Stand:
 
 
 def launch_attention(
-    dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None
+    dtype: torch.dtype,
+    batch: int,
+    prefix: int,
+    nodes: int,
+    window: int | None = None,
+    head_size: int = 128,
 ) -> None:
     tree = random_tree(batch, nodes, CPU)
     lengths = torch.full((batch,), prefix)
@@ -155,9 +162,26 @@ def launch_attention(
     visibility = tree_attention.Visibility(
         lengths, prefix, tree.ancestors, indices, indices, is_exact=False
     )
-    query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
-    keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
-    tree_attention.tree_attention(query, keys, values, visibility, 128**-0.5, window)
+    query = torch.zeros(batch, nodes, 32, head_size, dtype=dtype).transpose(1, 2)
+    keys, values = torch.zeros(2, batch, prefix + nodes, 8, head_size, dtype=dtype).transpose(2, 3)
+    tree_attention.tree_attention(query, keys, values, visibility, head_size**-0.5, window)
+
+
+def launch_head_size(dtype: torch.dtype, head_size: int) -> None:
+    """Launch attention of one token, of trees and in a window, and both appends of keys."""
+    for nodes in (1, 16, 64):
+        launch_attention(dtype, 1, 1024, nodes, head_size=head_size)
+    launch_attention(dtype, 8, 1024, 64, 200, head_size)
+    store = torch.zeros(2, 1, 300, 8, head_size, dtype=dtype)
+    new = torch.zeros(1, 10, 8, head_size, dtype=dtype)
+    lengths = torch.zeros(1, dtype=torch.int64)
+    kv_append._launch_append(store, new.transpose(1, 2), new.transpose(1, 2), lengths, 10)
+    queries = torch.zeros(1, 10, 32 * head_size, dtype=dtype)
+    angles = torch.zeros(1, 10, head_size, dtype=dtype)
+    keys = new.flatten(2)
+    rotate_append._launch_rotate_append(
+        store, queries, keys, keys, angles, angles, None, lengths, 3
+    )
 
 
 def launch_verify(dtype: torch.dtype, vocab: int) -> None:
@@ -317,6 +341,8 @@ def main() -> None:
         launch_training(dtype, 4096, 128)
     launch_training(torch.bfloat16, 8192, 64)
     launch_training(torch.bfloat16, 1536, 256)
+    for head_size in HEAD_SIZES:
+        launch_head_size(torch.bfloat16, head_size)
     for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
         launch_emit(*sizes)
     print(json.dumps({"launches": launches, "resources": resources}))

@@ -6,8 +6,10 @@ SPECTRAIN_COUNT=1 pytest tests/kernels/test_rehearsal.py -m "" writes it anew.
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,19 @@ def test_the_table_has_every_kernel_and_nothing_spills(architecture: str) -> Non
         assert usage["stack"] <= allowed_stack(variant), variant
         assert 0 < usage["registers"] <= 255 and usage["shared"] <= 227 * 1024, variant
         assert usage["programs"] >= 1, variant
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_the_table_has_attention_of_every_head_size(architecture: str) -> None:
+    """For one token, trees of 16 and 64 nodes and windows, the table has attention in bfloat16 of
+    each size, and the kernel that appends its keys."""
+    variants = json.loads(TABLE.read_text())[architecture]
+    split = [re.search(r"_split_kernel bf16 .*HEAD_SIZE=(\d+)", variant) for variant in variants]
+    append = [re.search(r"_append_kernel bf16 .*HEAD_SIZE=(\d+)", variant) for variant in variants]
+    counts = Counter(int(match[1]) for match in split if match)
+    assert {*counts} == {int(match[1]) for match in append if match} == {64, 80, 96, 128, 256}
+    # With heads of 256, trees of 16 and of 64 nodes have tiles of one size.
+    assert counts[256] == 3 and all(counts[size] == 4 for size in (64, 80, 96, 128))
 
 
 def test_the_page_has_the_registers_of_a_training() -> None:

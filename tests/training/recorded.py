@@ -78,6 +78,10 @@ class CollectiveRecorder(TorchDispatchMode):
         elif operation == "_reduce_scatter_base_":
             output, own = tensors
             output.copy_(own.view(-1, output.numel())[dist.get_rank()].view_as(output))
+        elif operation == "all_to_all_single":
+            # Pieces of a text may differ in size, so what arrives may be larger than what is sent.
+            own = tensors[0].reshape(-1)
+            result.view(-1).copy_(own.repeat(-(-result.numel() // own.numel()))[: result.numel()])
         elif operation == "allgather_":
             *outputs, own = tensors
             for output in outputs:

@@ -24,6 +24,8 @@ from tests.training.test_processes import FAMILIES
 UNEVEN = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 1}
 # Three batches for each rank in a step, of which the last step lacks some.
 ACCUMULATED = {**UNEVEN, "accumulate": 3}
+# The exchange of heads between ranks that share a text, and torch's mark of its gradients.
+HEAD_EXCHANGE = ("all_to_all_single", "_wrap_tensor_autograd")
 
 
 @dataclass
@@ -224,6 +226,25 @@ def test_ranks_of_zero_exchange_the_same(
     # Gradients are sums of all ranks in both; with ZeRO-3 weights are gathered too.
     assert any(name.startswith(("reduce_", "allreduce_", "_reduce_scatter")) for name in names)
     assert any("allgather" in name for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_ranks_that_share_texts_exchange_the_same(
+    shallow_folder: Path, tmp_path: Path, sharding: str
+) -> None:
+    """Of four groups of two ranks, both ranks of a group exchange heads in the same order, and all
+    ranks gather weights and sum gradients in the same order and sizes."""
+    options = {**ACCUMULATED, "sharding": sharding, "context_parallel": 2}
+    job = make_job(tmp_path, shallow_folder, "eagle3", [0, 1, 6, 7], options)
+    by_rank = record([job])[0].by_rank
+    names = {rank: [name for name, _ in own["collectives"]] for rank, own in by_rank.items()}
+    assert names["0"] == names["1"] and names["6"] == names["7"]
+    assert names["0"].count("all_to_all_single") > len(by_rank["0"]["steps"])
+    for own in by_rank.values():
+        # Groups have texts of other lengths, so only they know the sizes of their exchange.
+        own["collectives"] = [call for call in own["collectives"] if call[0] not in HEAD_EXCHANGE]
+    Records(by_rank).assert_equal()
 
 
 @pytest.mark.slow
