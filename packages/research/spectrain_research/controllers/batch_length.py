@@ -27,7 +27,7 @@ class BatchLengthChain(Chain):
     s is 1 if the round before shrank l too, and 0 otherwise, so that a run of bad rounds shrinks it
     faster. Every decoding begins with `first`. Where the drafter or a text's end allows fewer
     tokens, l is the number that was drafted. A length depends on finished rounds alone, so sampled
-    chains stay lossless.
+    chains stay lossless. The rule is written from memory; the paper's text was not at hand.
     """
 
     name = "bass"

@@ -32,18 +32,19 @@ class Exits(Drafter):
     """A token leaves the target at the first exit that is sure of it.
 
     At every exit the target's norm and head give a distribution. With measure=probability an exit
-    is sure where its largest probability is at least `threshold` (FREE), with measure=entropy where
-    its entropy is at most `threshold` nats (BranchyNet). The token goes on as the exit says, and
-    the layers above wait. Where no exit is sure, all waiting nodes run through the other layers in
-    one forward, and the target chooses the next token. With acceptance=unverified the exits' tokens
-    stay, so that the output changes (LOSSY). With acceptance=greedy the same forward verifies them
-    and the output is the greedy one.
+    is sure where its largest probability is at least `threshold`, with measure=margin where the
+    difference of its two largest probabilities is (CALM; FREE's published code), with
+    measure=entropy where its entropy is at most `threshold` nats (BranchyNet). The token goes on as
+    the exit says, and the layers above wait. Where no exit is sure, all waiting nodes run through
+    the other layers in one forward, and the target chooses the next token. With
+    acceptance=unverified the exits' tokens stay, so that the output changes (LOSSY). With
+    acceptance=greedy the same forward verifies them and the output is the greedy one.
 
     With `estimate`, the threshold follows what the target said about earlier tokens: the smallest
     confidence from which on exits agree with the probability `level` (FREE's Beta mixture). The
     target's forward runs every token through all exits, so each token of the text is observed at
     each exit, whether the exit was sure or not, and `threshold` is only where the estimate starts.
-    Observations of all texts add up. It needs measure=probability and a chain.
+    Observations of all texts add up. It needs measure=probability or margin, and a chain.
 
     An exit gives one token. With a tree that branches the first exit drafts all of it, whatever it
     is sure of.
@@ -57,10 +58,11 @@ class Exits(Drafter):
         # Numbers of layers before each exit, ascending; null takes one exit after half of the
         # layers.
         exits: tuple[int, ...] | None = None,
-        # What an exit's confidence is: its largest probability, or its entropy in nats.
-        measure: Literal["probability", "entropy"] = "probability",
-        # Confidence from which on an exit's token is taken: the least probability, or the largest
-        # entropy.
+        # What an exit's confidence is: its largest probability, the difference of its two largest
+        # ones (margin), or its entropy in nats.
+        measure: Literal["probability", "margin", "entropy"] = "probability",
+        # Confidence from which on an exit's token is taken: the least probability or margin, or
+        # the largest entropy.
         threshold: float = 0.9,
         # Whether the threshold follows the agreement of exits with the target at all tokens decoded
         # so far.
@@ -79,7 +81,7 @@ class Exits(Drafter):
         if estimate and measure == "entropy":
             raise UserError(
                 "drafter.estimate=true: a Beta distribution is of probabilities; use "
-                "drafter.measure=probability"
+                "drafter.measure=probability or margin"
             )
         self.measure = measure
         self.threshold = threshold
@@ -113,7 +115,16 @@ class Exits(Drafter):
         """Mark the rows [B] whose distribution log q [B, V] is sure enough to leave."""
         if self.measure == "entropy":
             return torch.special.entr(log_q.exp()).sum(-1) <= self.threshold
-        return log_q.amax(-1).exp() >= self.threshold
+        return self.measure_confidence(log_q) >= self.threshold
+
+    def measure_confidence(self, log_q: Tensor) -> Tensor:
+        """Return the largest probability of each distribution log q [.., V], or by how much it
+        exceeds the second one.
+        """
+        if self.measure == "margin":
+            first, second = log_q.topk(2).values.exp().unbind(-1)
+            return first - second
+        return log_q.amax(-1).exp()
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         if self.ladder is None:
@@ -133,9 +144,8 @@ class Exits(Drafter):
         """
         states = torch.stack([torch.cat(parts, dim=1) for parts in ladder.exit_states], dim=2)
         log_q = self.head.logits(states).float().log_softmax(-1)  # [B, N, E, V]
-        best = log_q.max(-1)
-        self.confidences = best.values.exp()
-        self.agreed = best.indices == logits.argmax(-1)[:, :, None]
+        self.confidences = self.measure_confidence(log_q)
+        self.agreed = log_q.argmax(-1) == logits.argmax(-1)[:, :, None]
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         """Estimate the threshold anew from the nodes that stay: each token of the text is

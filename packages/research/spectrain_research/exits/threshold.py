@@ -48,7 +48,10 @@ class ThresholdEstimator:
     """FREE's mixture of two Beta distributions: the confidence of exits that agree with the target,
     and of those that do not.
 
-    How often each kind occurs is counted, so that the mixture's posterior is Bayes' rule. The
+    As in the authors' published code, tokens have labels and each distribution is fitted by its
+    moments. The condition differs: their code compares the two densities with equal weights at ten
+    confidences from 0.3 to 0.9, with a level of 0.4, after each of the first 300 texts. Here how
+    often each kind occurs is counted, so that the mixture's posterior is Bayes' rule. The
     estimate is right if every token is observed, also those whose confidence was below the
     threshold. If only those above it were observed, the estimate would depend on the threshold that
     it replaces.

@@ -35,9 +35,11 @@ class JointExits(EarlyExit):
         hidden_weight mean_i MSE(x_i, x_m(i))
 
     over the S layers below the first exit, where x_m(i) is held fixed. m(i) is the last layer, of
-    i = S alone (last), i L / S rounded (uniform), or the layer above the exit whose states are
-    nearest in this batch (dynamic). The exits decode by `drafter=exits`; as a drafter this one has
-    the first exit's drafts verified.
+    i = S alone (last), or i L / S rounded (uniform). With dynamic the layers of the uniform map
+    choose who learns from them, as in the authors' published code: from the last layer down, each
+    takes the layer with the nearest states in this batch below the one that was taken before it,
+    or that one again where none is left. The exits decode by `drafter=exits`; as a drafter this one
+    has the first exit's drafts verified.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class JointExits(EarlyExit):
         # Weights of the losses of the exits and, last, of the target's own output; null weighs each
         # by its number of layers, and all sum to 1.
         weights: list[float] | None = None,
-        # Deep layer that each layer below the first exit learns from: none, the last layer for the
-        # exit alone (last), evenly spaced ones (uniform), or the nearest above the exit (dynamic).
+        # Deep layers that the layers below the first exit learn from: none, the last layer for the
+        # exit alone (last), or evenly spaced ones, in turn (uniform) or where states are nearest
+        # (dynamic).
         hidden: Distillation = "none",
         # Weight of the distillation of hidden states.
         hidden_weight: NotNegative = 1.0,
@@ -136,20 +139,32 @@ def distil_states(states: dict[int, Tensor], exit_layer: int, hidden: Distillati
     """
     last = max(states)
     if hidden == "last":
-        pairs = {exit_layer: last}
-    elif hidden == "uniform":
-        pairs = {layer: round(layer * last / exit_layer) for layer in range(1, exit_layer + 1)}
+        pairs = [(exit_layer, last)]
     else:
-        pairs = {
-            layer: min(
-                range(exit_layer + 1, last + 1),
-                key=lambda deep: float(sum_squares(states[layer].detach(), states[deep])),
-            )
-            for layer in range(1, exit_layer + 1)
-        }
-    total = sum(sum_squares(states[layer], states[deep]) for layer, deep in pairs.items())
+        pairs = [(layer, round(layer * last / exit_layer)) for layer in range(1, exit_layer + 1)]
+    if hidden == "dynamic":
+        pairs = align_layers(states, exit_layer, [deep for _, deep in pairs])
+    total = sum(sum_squares(states[layer], states[deep]) for layer, deep in pairs)
     assert isinstance(total, Tensor)
     return total / len(pairs)
+
+
+def align_layers(
+    states: dict[int, Tensor], exit_layer: int, deep_layers: list[int]
+) -> list[tuple[int, int]]:
+    """Return pairs of a layer up to the exit and the deep layer that it learns from, in the layers'
+    order.
+    """
+    pairs: list[tuple[int, int]] = []
+    free = range(1, exit_layer + 1)
+    for deep in reversed(deep_layers):
+        if free:
+            nearest = min(
+                free, key=lambda layer: float(sum_squares(states[layer].detach(), states[deep]))
+            )
+            free = range(1, nearest)
+        pairs.append((nearest, deep))
+    return pairs
 
 
 def sum_squares(state: Tensor, label: Tensor) -> Tensor:

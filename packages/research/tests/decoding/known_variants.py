@@ -1,14 +1,15 @@
 """Ways to decode beyond the eager loop with one drafter, for the test of the known distribution.
 
 `python -m packages.research.tests.decoding.known_variants` prints the tables of all cases, with
-texts and p-values; `captured`, `auto`, `retrieved`, `cascades` and `small` print a part of them.
+texts and p-values; the names of `groups` below print a part of them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain as concatenate
@@ -70,6 +71,7 @@ from tests.decoding.known_target import (
     print_table,
     static,
 )
+from tests.trees.test_every import FILES, make_builder
 
 # Its tokens occur before, so that they are copied.
 REPEATING = (1, 2, 0, 2, 0, 0, 1, 0)
@@ -256,6 +258,20 @@ def thompson(seed: int) -> TreeBuilder:
     return builder
 
 
+def make_drawn_builder(file: Path, seed: int) -> TreeBuilder | None:
+    """Make the builder of a file of conf/tree with children that are drawn, if it draws."""
+    builder = make_builder(file, temperature=1.0)
+    if builder is not None:
+        builder.seed = seed
+    return builder
+
+
+def is_drawn_tree(file: Path) -> bool:
+    """Whether the builder of a file draws children and is no chain."""
+    builder = make_builder(file, temperature=1.0)
+    return builder is not None and not builder.traits.is_chain
+
+
 # Cases
 
 RULES: list[tuple[str, type[SamplingRule], Callable[[int], TreeBuilder | None]]] = [
@@ -275,6 +291,8 @@ RULES: list[tuple[str, type[SamplingRule], Callable[[int], TreeBuilder | None]]]
     ("match, sampled tree", Match, static("sampled")),
 ]
 CORE = RULES[:5]
+# The union has drafters of its own.
+WITH_ONE_DRAFTER = [entry for entry in RULES if entry[1] is not MultiStepSampling]
 
 
 def make_drafter_of(name: str) -> Callable[[Target], Drafter]:
@@ -294,7 +312,10 @@ SHAPED = [
     }.items()
     for name, rule, builder in RULES
 ]
-LONG = [Case(f"{name}; six tokens", rule, builder, length=6) for name, rule, builder in CORE]
+LONG = [
+    Case(f"{name}; six tokens", rule, builder, make_drafter_of(name), length=6)
+    for name, rule, builder in RULES
+]
 LEFT_OUT = [
     *(
         Case(
@@ -304,7 +325,7 @@ LEFT_OUT = [
             lambda target: LeavesRoundsOut(),
             batch_size=100,
         )
-        for name, rule, builder in CORE
+        for name, rule, builder in WITH_ONE_DRAFTER
     ),
     Case(
         "match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=100
@@ -358,7 +379,9 @@ CASCADES = [
         "cascade that hands over": lambda target: CascadeOfTables(1, 1.0, Table(OTHER_Q.log())),
         "cascade with copies": lambda target: CascadeOfTables(None, 0.3, Ngram(target)),
     }.items()
-    for name, rule, builder in (*CORE, RULES[-2])
+    for name, rule, builder in (
+        (*CORE, RULES[-2]) if label != "cascade, qualified" else WITH_ONE_DRAFTER
+    )
 ]
 CHOSEN = [
     Case(
@@ -369,7 +392,7 @@ CHOSEN = [
         batch_size=100,
     )
     for by in ("hedge", "bandit", "vote")
-    for name, rule, builder in RULES[:3]
+    for name, rule, builder in (RULES[:3] if by != "hedge" else WITH_ONE_DRAFTER)
 ]
 WINDOWS = [
     Case(
@@ -407,8 +430,13 @@ CAPTURED += [
     for name, rule, builder in (RULES[0], RULES[2], RULES[-1])
 ]
 RESUMED = [
-    Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts)
-    for name, rule, builder in (*CORE, *RULES[-2:])
+    Case(f"{name}; resumed", rule, builder, make_drafter_of(name), decode=decode_in_two_parts)
+    for name, rule, builder in RULES
+]
+TRAVERSED = [
+    Case(f"traversal, tree={file.stem}", Traversal, partial(make_drawn_builder, file))
+    for file in FILES
+    if is_drawn_tree(file)
 ]
 VARIANTS = [
     *SHAPED,
@@ -422,6 +450,7 @@ VARIANTS = [
     *WINDOWS,
     *CAPTURED,
     *RESUMED,
+    *TRAVERSED,
 ]
 SMALL_BATCHES = [
     replace(case, name=f"{case.name}, batches of {size}", batch_size=size)
@@ -433,6 +462,33 @@ SMALL_BATCHES = [
     )
     for size in (1, 3)
 ]
+
+# The columns of the grid in docs/random-draws.md, which `list_grid` fills.
+MODES = {
+    "shaped": SHAPED,
+    "six tokens": LONG,
+    "left out": LEFT_OUT,
+    "copies": COPIES + RETRIEVED,
+    "`auto`": AUTO,
+    "cascades": CASCADES,
+    "chosen": CHOSEN,
+    "Jacobi": WINDOWS,
+    "fixed shapes": CAPTURED,
+    "resumed": RESUMED,
+}
+
+
+def list_grid(trees: Sequence[Case]) -> list[str]:
+    """Return the rows of the grid: by rule, its cases with a plain drafter and of each mode."""
+    groups = {"trees": [*trees, *TRAVERSED], **MODES}
+    counts = {
+        mode: Counter(re.split("[,;]", case.name)[0] for case in cases)
+        for mode, cases in groups.items()
+    }
+    rules = dict.fromkeys(re.split("[,;]", case.name)[0] for case in trees)
+    rows = [["rule", *groups], ["---"] * (1 + len(groups))]
+    rows += [[f"`{rule}`", *(str(counts[mode][rule] or "-") for mode in groups)] for rule in rules]
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 if __name__ == "__main__":
@@ -446,6 +502,10 @@ if __name__ == "__main__":
         "cascades": CASCADES,
         "chosen": CHOSEN,
         "small": SMALL_BATCHES,
+        "long": LONG,
+        "left": LEFT_OUT,
+        "resumed": RESUMED,
+        "traversed": TRAVERSED,
     }
     names = sys.argv[1:] or ["base", "variants"]
     chosen = list(concatenate.from_iterable(groups[name] for name in names))

@@ -61,10 +61,11 @@ CASES: list[dict[str, Any]] = [
     {"exits": (2,), "threshold": 0.6},
     {"exits": (1, 3), "threshold": 0.7},
     {"exits": (1, 2, 3), "measure": "entropy", "threshold": 0.8},
+    {"exits": (1, 3), "measure": "margin", "threshold": 0.5},
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=["free", "two-exits", "branchynet"])
+@pytest.mark.parametrize("settings", CASES, ids=["free", "two-exits", "branchynet", "margin"])
 @torch.no_grad()
 def test_unverified_exits_are_those_of_plain_forwards(
     target: Target, settings: dict[str, Any]
@@ -82,7 +83,7 @@ def test_unverified_exits_are_those_of_plain_forwards(
     assert taken == {*drafter.exits, target.num_layers}
 
 
-@pytest.mark.parametrize("settings", CASES[1:], ids=["two-exits", "branchynet"])
+@pytest.mark.parametrize("settings", CASES[1:], ids=["two-exits", "branchynet", "margin"])
 @torch.no_grad()
 def test_verified_exits_give_the_greedy_output(target: Target, settings: dict[str, Any]) -> None:
     generations = decode(
@@ -166,6 +167,15 @@ def test_the_threshold_of_unverified_exits_converges(target: Target) -> None:
         decode(target, prompts, Unverified(), 12, drafter, Chain(DEPTH), ignore_eos=True)
         ends.append(drafter.threshold)
     assert max(ends) - min(ends) < 0.05 and min(ends) > 0.8
+
+
+def test_a_margin_is_between_the_two_largest_probabilities(target: Target) -> None:
+    log_q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.1, 0.8]]).log()
+    drafter = Exits(target, measure="margin", threshold=0.2 - 1e-6, estimate=True)
+    assert drafter.measure_confidence(log_q).tolist() == pytest.approx([0.2, 0.7])
+    assert drafter.is_sure(log_q).tolist() == [True, True]
+    drafter.threshold = 0.2 + 1e-6
+    assert drafter.is_sure(log_q).tolist() == [False, True]
 
 
 def test_threshold_of_chosen_distributions() -> None:

@@ -91,7 +91,8 @@ def test_hidden_states_learn_from_deep_layers(target: Target, hidden: Any) -> No
     elif hidden == "uniform":
         mean = (distance(1, 2) + distance(2, 4)) / 2
     else:
-        mean = sum(min(distance(layer, 3), distance(layer, 4)) for layer in (1, 2)) / 2
+        nearest = min((1, 2), key=lambda layer: distance(layer, 4))
+        mean = (distance(nearest, 4) + distance(1, 2)) / 2
     term = drafter.loss(batch, target, TrainingState()).terms["hidden"]
     assert float(term.detach()) == pytest.approx(0.5 * len(states[1]) * mean, rel=1e-4)
     term.backward()
@@ -104,18 +105,23 @@ def test_hidden_states_learn_from_deep_layers(target: Target, hidden: Any) -> No
     assert learning == {0, 1}
 
 
-def test_dynamic_labels_are_the_nearest_deep_layers(target: Target) -> None:
-    """A layer above the exit that adds nothing has the exit's own state, which is then nearest."""
-    drafter = start(target, exits=[2], hidden="dynamic")
-    batch = random_batch(target, (), (1, 8))
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            if "layers.2." in name and ("o_proj" in name or "down_proj" in name):
-                parameter.zero_()
-    states = read_states(target, batch)
-    nearest = min(((states[1] - states[deep]) ** 2).mean() for deep in (3, 4))
-    term = drafter.loss(batch, target, TrainingState()).terms["hidden"]
-    assert float(term.detach()) == pytest.approx(float(nearest) / 2 * len(states[1]), rel=1e-3)
+@pytest.mark.parametrize(
+    ("values", "pairs"),
+    [
+        # From the last layer down: 6 is nearest to 3, 4 to 2, and 2 has 1 left.
+        ([0.0, 5.0, 1.0, 5.5, 9.0, 0.9], [(3, 6), (2, 4), (1, 2)]),
+        # 6 is nearest to 2, which leaves 1 for both others, although 4 is nearer to 3.
+        ([0.0, 5.0, 1.0, 1.1, 9.0, 4.0], [(2, 6), (1, 4), (1, 2)]),
+        # 6 is nearest to 1, so that no other layer is left.
+        ([0.0, 5.0, 1.0, 5.5, 9.0, 0.1], [(1, 6), (1, 4), (1, 2)]),
+    ],
+)
+def test_deep_layers_choose_the_nearest_layers_in_order(
+    values: list[float], pairs: list[tuple[int, int]]
+) -> None:
+    states = {number: torch.full((1, 2), value) for number, value in enumerate(values, 1)}
+    expected = sum((values[layer - 1] - values[deep - 1]) ** 2 for layer, deep in pairs) / 3
+    assert distil_states(states, 3, "dynamic").item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

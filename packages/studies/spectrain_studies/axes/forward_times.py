@@ -1,4 +1,4 @@
-"""The time of a target's forward over its number of rows, fitted as in MoESD (Huang et al., 2025,
+"""The time of a target's forward over its number of rows, fitted after MoESD (Huang et al., 2025,
 arXiv 2505.19645, section 3.3).
 
 Shapes: N measured forwards, F features.
@@ -33,7 +33,8 @@ class ForwardTimes:
     N is the share of a layer's experts that t rows choose, if each chooses `share` of them
     independently, and t share / N(t) are the rows of a chosen expert. G grows by the factor
     `growth` a row up to the ridge, where arithmetic begins to bind, and linearly behind it. A
-    target without experts has a and b alone.
+    target without experts has a and b alone. N is the share that follows from independent choices;
+    the form of the sum and of G is written from memory, as the paper's equations were not at hand.
     """
 
     # Share of the experts that a row chooses; 1 without experts.
@@ -112,7 +113,7 @@ def find_expert_share(target: Target) -> float:
 def describe_forward_times(fitted: dict[str, float]) -> Iterator[str]:
     """Say how well the fit describes the measured times, and where drafting costs least."""
     yield (
-        "The time of the target's forward, fitted over its rows as in MoESD: mean error "
+        "The time of the target's forward, fitted over its rows after MoESD: mean error "
         f"{100 * fitted['error']:.1f} %; verifying {fitted['nodes']:.3g} rows a text costs least "
         f"with {fitted['best_batch']:g} of up to {fitted['largest']:g} texts, T(1) / T(n) = "
         f"{fitted['efficiency']:.2f}."
