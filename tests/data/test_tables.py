@@ -35,8 +35,8 @@ def with_media(kind: str, nesting: str, path: str) -> pa.Table:
         value, feature, form = [value], {"_type": "List", "feature": feature}, pa.list_(form)
     if nesting == "struct":
         value, feature, form = {"a": value}, {"a": feature}, pa.struct([("a", form)])
-    table = pa.table({"messages": [CHAT], "seen": pa.array([value], type=form)})
-    features = {"messages": CHAT_FEATURE, "seen": feature}
+    table = pa.table({"messages": [CHAT], "media": pa.array([value], type=form)})
+    features = {"messages": CHAT_FEATURE, "media": feature}
     return table.replace_schema_metadata(
         {"huggingface": json.dumps({"info": {"features": features}})}
     )
@@ -106,18 +106,18 @@ def encode_varint(number: int) -> bytes:
 def test_row_counts_that_contradict_each_other_are_refused(
     read: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
-    """Each place in the footer that holds the number of rows, changed alone: either the rows are
+    """Each byte in the footer that holds the number of rows, changed alone: either the rows are
     all read, or the file is refused; none is left out in silence.
     """
     path = write_table(tmp_path / "rows.parquet", make_table(12))
     content = path.read_bytes()
     (size,) = struct.unpack("<I", content[-8:-4])
     refused = 0
-    for place in range(len(content) - 8 - size, len(content) - 8):
-        if content[place : place + 1] != encode_varint(12):
+    for offset in range(len(content) - 8 - size, len(content) - 8):
+        if content[offset : offset + 1] != encode_varint(12):
             continue
         for number in (1, 50):
-            path.write_bytes(content[:place] + encode_varint(number) + content[place + 1 :])
+            path.write_bytes(content[:offset] + encode_varint(number) + content[offset + 1 :])
             try:
                 assert read(str(path)) == [CHAT] * 12
             except UserError as error:
