@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from spectrain.errors import UserError, describe_json_error, first_line
 from spectrain.files import check_encoding, iterate_lines, open_text, require_regular_file
 
 from .shards import MANIFEST, ShardSet
 
+if TYPE_CHECKING:
+    import datasets
+
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz")
+PARQUET_BATCH_SIZE = 256
+"""Rows of a Parquet file that are read at once."""
 TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".csv": "csv"}
 """The name that `datasets` has for each format, by the suffix of a file."""
 
@@ -73,9 +78,7 @@ def read_rows(
     """
     folder = Path(source).expanduser()
     if (folder / "dataset_info.json").is_file():
-        yield from _number_rows(
-            folder, lambda datasets: datasets.load_from_disk(str(folder)).with_format(None)
-        )
+        yield from _number_rows(folder, lambda: load_saved_rows(str(folder)))
         return
     for path in list_files(source):
         yield from read_file(path, on_error)
@@ -89,12 +92,7 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
         if form in TEXT_FORMATS:
             with path.open("rb") as file:
                 check_encoding(file.read(4), path)
-        yield from _number_rows(
-            path,
-            lambda datasets: datasets.load_dataset(
-                form, data_files=str(path), split="train", streaming=True
-            ),
-        )
+        yield from _number_rows(path, lambda: open_table_files(form, [str(path)]))
         return
     number = 0
     try:
@@ -179,13 +177,88 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[FileRow]:
-    """Yield the rows that `load` opens with the library `datasets`."""
+def open_table_files(form: str, files: list[str]) -> datasets.IterableDataset:
+    """Open files of one format of `datasets` to read their rows in order; raise UserError for a
+    Parquet file that counts its rows in two ways.
+    """
     import datasets
 
+    # datasets would take the size of the first group of rows, which may have none.
+    options = {"batch_size": PARQUET_BATCH_SIZE} if form == "parquet" else {}
+    for file in files if form == "parquet" else ():
+        check_row_counts(Path(file))
+    return keep_media_closed(
+        datasets.load_dataset(form, data_files=files, split="train", streaming=True, **options)
+    )
+
+
+def load_saved_rows(folder: str) -> Any:
+    """Load a folder that `save_to_disk` of `datasets` wrote; rows are Python objects, whatever
+    format the folder names.
+    """
+    import datasets
+
+    return keep_media_closed(datasets.load_from_disk(folder)).with_format(None)
+
+
+def check_row_counts(path: Path) -> None:
+    """Raise a UserError where the footer of a Parquet file has another number of rows than its
+    groups of rows and its columns together, because readers would leave some out.
+    """
+    from pyarrow.parquet import read_metadata
+
+    footer = read_metadata(path)
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    num_rows = sum(group.num_rows for group in groups)
+    if num_rows != footer.num_rows:
+        raise UserError(
+            f"{path}: it is damaged: its footer counts {footer.num_rows} rows, and its groups of "
+            f"rows {num_rows}; copy the file again"
+        )
+    for number in range(footer.num_columns):
+        if footer.schema.column(number).max_repetition_level == 0:
+            num_values = sum(group.column(number).num_values for group in groups)
+            if num_values != num_rows:
+                raise UserError(
+                    f"{path}: it is damaged: it counts {num_rows} rows, and {num_values} values in "
+                    f"column {footer.schema.column(number).path[:40]!r}; copy the file again"
+                )
+
+
+def keep_media_closed(rows: Any) -> Any:
+    """Keep `datasets` from opening the pictures, sounds and films of rows; return the rows.
+
+    A file tells `datasets` which columns hold media, and their values may be paths of other files
+    or addresses, which it would read or fetch.
+    """
+    # A folder may hold several splits.
+    for split in rows.values() if isinstance(rows, dict) else [rows]:
+        # `split.features` would be a copy.
+        _close_media(split.info.features)
+    return rows
+
+
+def _close_media(feature: Any) -> None:
+    """Turn decoding off in a feature, and in those inside of it, except for JSON texts."""
+    import datasets
+
+    if isinstance(feature, dict):
+        parts: Iterable[Any] = feature.values()
+    elif isinstance(feature, (list, tuple)):
+        parts = feature
+    else:
+        parts = [part for part in [getattr(feature, "feature", None)] if part is not None]
+    for part in parts:
+        _close_media(part)
+    if hasattr(feature, "decode") and not isinstance(feature, datasets.Json):
+        feature.decode = False
+
+
+def _number_rows(path: Path, load: Callable[[], Iterable[Any]]) -> Iterator[FileRow]:
+    """Yield the rows that `load` opens with the library `datasets`."""
     folder = path if path.is_dir() else path.parent
     try:
-        for number, content in enumerate(load(datasets), 1):
+        for number, content in enumerate(load(), 1):
             yield FileRow(content, f"{path}, row {number}", folder)
     except UserError:
         raise

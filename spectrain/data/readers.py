@@ -24,7 +24,15 @@ from spectrain.files import open_text
 from .chat import Example
 from .chat_template import ChatTemplate, Kind
 from .dataset import Dataset, HeldOutShare, is_too_short, make_examples, split_held_out
-from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
+from .files import (
+    LINE_SUFFIXES,
+    FileRow,
+    count_lines,
+    keep_media_closed,
+    list_files,
+    load_saved_rows,
+    read_rows,
+)
 from .hygiene import DuplicateIndex, DuplicateMode
 from .image_processor import ImageProcessor
 from .messages import Conversation, parse_conversation
@@ -374,17 +382,35 @@ class HubReader(ConversationReader):
 
         try:
             if Path(self.path).is_dir() and (Path(self.path) / "dataset_info.json").exists():
-                rows = datasets.load_from_disk(self.path)
+                rows = load_saved_rows(self.path)
             else:
-                rows = datasets.load_dataset(self.path, self.subset, split=self.split)
+                rows = keep_media_closed(
+                    datasets.load_dataset(self.path, self.subset, split=self.split)
+                )
         except Exception as error:  # datasets raises many kinds
             raise UserError(
                 f"data.path={self.path}: datasets could not load it ({first_line(error)}); check "
                 "name, split and subset"
             ) from error
         yield from self.parse_rows(
-            FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows)
+            FileRow(row, f"{self.path}, row {number}", Path())
+            for number, row in enumerate(self._read_intact(rows))
         )
+
+    def _read_intact(self, rows: Iterable[Any]) -> Iterator[Any]:
+        """Yield rows; raise a UserError where `datasets` cannot read the next."""
+        number = 0
+        try:
+            for row in rows:
+                yield row
+                number += 1
+        except UserError:
+            raise
+        except Exception as error:  # pyarrow and datasets raise many kinds
+            raise UserError(
+                f"data.path={self.path}: it cannot be read after {number} rows "
+                f"({first_line(error)}); see that it is complete and yours"
+            ) from error
 
 
 @dataclass

@@ -36,7 +36,7 @@ from .dataset import (
     is_too_short,
     make_examples,
 )
-from .files import parse_line
+from .files import keep_media_closed, load_saved_rows, open_table_files, parse_line
 from .image_processor import ImageProcessor
 from .messages import Conversation, drop_nulls, parse_conversation
 from .readers import HubReader
@@ -103,12 +103,14 @@ class StreamReader(HubReader):
         local = Path(self.path).expanduser()
         self.reads_lines = False
         if local.is_dir() and (local / "dataset_info.json").exists():
-            return datasets.load_from_disk(str(local)).to_iterable_dataset()
+            return load_saved_rows(str(local)).to_iterable_dataset()
         files = [] if local.is_dir() else list(map(str, self.local_files()))
         if not files:
             if has_magic(self.path) or local.suffix in (".jsonl", ".gz", ".parquet"):
                 raise FileNotFoundError("there is no such file")
-            return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=True)
+            return keep_media_closed(
+                datasets.load_dataset(self.path, self.subset, split=self.split, streaming=True)
+            )
         kinds = {"parquet" if file.endswith(".parquet") else "text" for file in files}
         if len(kinds) > 1 or not all(
             file.endswith((".jsonl", ".jsonl.gz", ".parquet")) for file in files
@@ -117,7 +119,7 @@ class StreamReader(HubReader):
                 "files are read that end in .jsonl or .jsonl.gz, or all of them in .parquet"
             )
         self.reads_lines = kinds == {"text"}
-        return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=True)
+        return open_table_files(kinds.pop(), files)
 
     def local_files(self) -> list[Path]:
         """Return the files on this machine that the path names, or those of a directory; none
@@ -136,6 +138,8 @@ class StreamReader(HubReader):
         try:
             rows = self.open_rows() if self.limit is None else self.open_rows().take(self.limit)
             yield from rows.skip(skip).with_format("arrow").iter(batch_size=size)
+        except UserError:
+            raise
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             mend = (

@@ -7,6 +7,8 @@ processor has instructions for it.
 """
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,9 +65,36 @@ def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[An
         if not path.is_file():
             raise DamagedFile(f"{path}: there is no such file; {remedy}")
         with safe_open(path, framework="pt") as file:
+            check_header(path, len(file.keys()), remedy)
             yield file
     except (OSError, SafetensorError) as error:
         raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {remedy}") from error
+
+
+def check_header(path: Path, num_names: int, remedy: str) -> None:
+    """Raise `DamagedFile` where the header of a safetensors file with `num_names` different names
+    holds one of them twice.
+
+    safetensors takes the last entry, and another reader may take the first, with another shape or
+    type for the same bytes.
+    """
+    with path.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    # Each entry has this key once, and a header without escapes cannot hide it.
+    if header.count(b'"data_offsets"') == num_names and b"\\" not in header:
+        return
+    repeated: list[str] = []
+
+    def find_repeated(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(entries)
+        if len(content) < len(entries):
+            counts = Counter(name for name, _ in entries)
+            repeated.extend(name for name, count in counts.items() if count > 1)
+        return content
+
+    json.loads(header, object_pairs_hook=find_repeated)
+    if repeated:
+        raise DamagedFile(f"{path}: its header holds {repeated[0]} twice; {remedy}")
 
 
 def has_finite_values(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Tensors come back as they were saved, or the file is refused by name."""
 
+import json
 import os
 from pathlib import Path
 
@@ -60,3 +61,45 @@ def test_what_is_no_file_of_tensors_is_refused_at_once(kind: str, tmp_path: Path
         path.mkdir()
     with pytest.raises(DamagedFile, match=r"model\.safetensors: .*; copy it"):
         read_tensors(path, "copy it")
+
+
+def entry(shape: list[int], dtype: str = "F32", begin: int = 0, end: int = 24) -> str:
+    return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]})
+
+
+def escaped(text: str) -> str:
+    return text.replace("data_offsets", r"data\u005foffsets")
+
+
+REPEATED = {
+    "shape": f'{{"w": {entry([2, 3])}, "w": {entry([3, 2])}}}',
+    "type": f'{{"w": {entry([6], "I32")}, "w": {entry([6])}}}',
+    "equal": f'{{"w": {entry([6])}, "w": {entry([6])}}}',
+    "escaped name": rf'{{"w": {entry([6])}, "\u0077": {entry([6])}}}',
+    "escaped key": f'{{"w": {escaped(entry([2, 3]))}, "w": {entry([3, 2])}}}',
+}
+DISTINCT = {
+    "plain": f'{{"w": {entry([2, 3])}}}',
+    "named as the key": f'{{"data_offsets": {entry([2, 3])}}}',
+    "escaped": f'{{"\\u0077": {escaped(entry([2, 3]))}}}',
+    "metadata": f'{{"__metadata__": {{"w": "1"}}, "w": {entry([2, 3])}}}',
+}
+
+
+def write_header(path: Path, header: str) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(24))
+    return path
+
+
+@pytest.mark.parametrize("header", REPEATED.values(), ids=REPEATED.keys())
+def test_a_name_that_stands_twice_in_a_header_is_refused(header: str, tmp_path: Path) -> None:
+    """safetensors takes the last entry of the same bytes; another reader may take the first."""
+    path = write_header(tmp_path / "model.safetensors", header)
+    with pytest.raises(DamagedFile, match=r"model\.safetensors: its header holds w twice; copy it"):
+        read_tensors(path, "copy it")
+
+
+@pytest.mark.parametrize("header", DISTINCT.values(), ids=DISTINCT.keys())
+def test_headers_with_different_names_are_read(header: str, tmp_path: Path) -> None:
+    path = write_header(tmp_path / "model.safetensors", header)
+    assert [tensor.shape for tensor in read_tensors(path, "copy it").values()] == [(2, 3)]

@@ -96,14 +96,35 @@ def fork_rank(out: Path, target: Target, rank: int) -> Any:
     return process
 
 
+RUN_COMMAND = """
+import sys, time
+from spectrain.cli.main import main
+from spectrain.regeneration.writers import EngineWriter
+
+answer_batch, answered = EngineWriter.answer_batch, []
+
+def answer_two(self, batch):
+    answered.extend(batch)
+    if len(answered) > 2:
+        time.sleep(600)
+    return answer_batch(self, batch)
+
+if sys.argv.pop(1) == "1":
+    EngineWriter.answer_batch = answer_two
+main()
+"""
+"""Runs the command of the arguments; rank 1 gets no further than two conversations."""
+
+
 class CommandRank:
     """The same rank as a command, with the interface of a forked process."""
 
     def __init__(self, out: Path, target: Target, rank: int) -> None:
         command = [
             sys.executable,
-            "-m",
-            "spectrain",
+            "-c",
+            RUN_COMMAND,
+            str(rank),
             "data",
             "regenerate",
             "target=tiny",

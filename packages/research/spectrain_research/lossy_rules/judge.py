@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
+from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
 from spectrain.models.features import Features, Layer
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain_research.lossy_rules.channel import draw_round_costs
@@ -101,12 +100,7 @@ def load_probe(path: Path) -> tuple[Tensor, Tensor, Tensor | None]:
         raise UserError(
             f"acceptance.path={path}: there is no judge in it; give a run folder of recipe=judge"
         )
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again"
-        ) from error
+    tensors = read_tensors(file, "copy the file again", MAX_DRAFTER_TENSORS)
     channel = tensors.pop("channel", None)
     if tensors.keys() != {"probe.weight", "probe.bias"}:
         raise UserError(

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
+from spectrain.models.checked_tensors import DamagedFile, read_tensors
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -38,12 +37,9 @@ class Codebook:
         file = source if source.is_file() else source / "codebook.safetensors"
         file = file if file.is_file() else source / "model.safetensors"
         try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{key}={path}: no codebook can be read ({first_line(error)}); name a file or a "
-                "model"
-            ) from error
+            tensors = read_tensors(file, "name a file or a model")
+        except DamagedFile as error:
+            raise UserError(f"{key}={path}: no codebook can be read: {error}") from error
         if "tokens" in tensors and "vectors" in tensors:
             return cls(tensors["tokens"], tensors["vectors"].float())
         name = next((name for name in EMBEDDING_NAMES if name in tensors), None)
