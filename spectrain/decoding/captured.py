@@ -21,7 +21,7 @@ from spectrain.drafters.base import Drafter, Drafts, adapts_layers
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compile_function, compile_layers
-from spectrain.models.device import capture_graph
+from spectrain.models.device import available_bytes, capture_graph
 from spectrain.models.target import Target
 from spectrain.trees.base import RootOnlyBuilder, TreeBuilder
 from spectrain.trees.rollout import Draft
@@ -54,6 +54,8 @@ from .static_rounds import BatchState, RoundTimer, StaticContext
 
 WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, which load kernels
 MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
+# What a further batch size needs besides its cache, as a multiple of the cache.
+SPARE_MEMORY = 1.25
 
 
 def capture_blocker(
@@ -330,12 +332,13 @@ class CapturedRunner:
 
     def get_state(self, batch: int, bound: int) -> BatchState:
         """Return the state of a batch of texts of at most `bound` tokens; the latest few sizes
-        stay in memory.
+        stay in memory, as far as there is room.
         """
         if (batch, bound) in self.states:
             self.states[batch, bound] = self.states.pop((batch, bound))
             return self.states[batch, bound]
         slots = bound + slots_per_round(self.drafter, self.builder) + 3
+        self._make_room(batch * slots)
         cache = self.target.new_cache(batch, slots, bound)
         layers = required_layers(self.drafter, self.rule)
         context = make_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
@@ -349,9 +352,21 @@ class CapturedRunner:
                 rounds_per_read=self.rounds_per_read,
             )
         )
-        for size in list(self.states)[:-MAX_CACHED_STATES]:
-            del self.states[size]
         return self.states[batch, bound]
+
+    def _make_room(self, num_slots: int) -> None:
+        """Drop the oldest states until one more cache, of this many slots of all texts, has room.
+
+        What a slot takes is known from the states that are there.
+        """
+        slot_bytes = max((state.slot_bytes for state in self.states.values()), default=0.0)
+        needed = SPARE_MEMORY * num_slots * slot_bytes
+        while self.states and (
+            len(self.states) >= MAX_CACHED_STATES or available_bytes(self.target.device) < needed
+        ):
+            dropped = self.states.pop(next(iter(self.states)))
+            if vars(self).get("state") is dropped:
+                del self.state
 
 
 def round_up_length(length: int) -> int:

@@ -17,6 +17,7 @@ from spectrain.drafters.context import Context
 from spectrain.kernels.round_commit import LoggedTrees, RoundBuffers, Verdicts, round_commit
 from spectrain.kernels.token_commit import TextBatch
 from spectrain.models.features import Features
+from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .generation import ROUND_PARTS, RoundRecord
@@ -146,3 +147,14 @@ class BatchState:
     static_tensors: dict[str, Tensor] = field(default_factory=dict)
     num_warm_rounds: int = 0  # rounds run in the shapes that will be captured
     graphs: list[Any] = field(default_factory=list)  # a torch.cuda.CUDAGraph a part
+
+    @property
+    def slot_bytes(self) -> float:
+        """Return the bytes that a slot of the caches takes; 0 before anything is in them."""
+        caches = [self.context.cache, *self.drafter_state.values()]
+        num_bytes = sum(
+            cache.storage.nbytes
+            for cache in caches
+            if isinstance(cache, TreeCache) and cache.storage is not None
+        )
+        return num_bytes / (len(self.context.cache.lengths) * self.context.cache.max_length)

@@ -18,6 +18,16 @@ def synchronize_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def available_bytes(device: torch.device) -> float:
+    """Return how many bytes can be allocated on a device: what is free, and what torch keeps
+    without using it; unlimited on a CPU.
+    """
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def choose_work_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock, in seconds, by which steps of different kinds are compared on a device.
 

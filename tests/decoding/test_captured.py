@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_leaves
 from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner, round_up_length
+from spectrain.decoding.captured import (
+    MAX_CACHED_STATES,
+    SPARE_MEMORY,
+    CapturedRunner,
+    round_up_length,
+)
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Request, RoundOutcome, decode
 from spectrain.decoding.static_rounds import RoundTimer
@@ -468,6 +473,36 @@ def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
     assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-MAX_CACHED_STATES:]
+
+
+def test_states_are_dropped_where_memory_is_short(
+    shallow: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new size of batch drops the oldest states, the one in use too, before its own cache is
+    made, until its cache has room; answers are the same.
+    """
+    engine = CapturedRunner(shallow, Greedy())
+    rows = [[5, 6], [7, 8], [9, 10]]
+    answers = [engine.decode(rows[:batch], 3) for batch in (1, 2)]
+    slot_bytes = engine.state.slot_bytes
+    storage = engine.state.context.cache.storage
+    assert storage is not None
+    lengths = engine.state.context.cache.lengths
+    assert slot_bytes * len(lengths) * engine.state.context.cache.max_length == storage.nbytes
+    # A dropped state leaves its bytes; two texts have room for one more, three for none.
+    caches = {id(state.context.cache) for state in engine.states.values()}
+    largest = engine.state.context.cache.max_length
+
+    def count_free(device: torch.device) -> float:
+        kept = sum(len(state.context.cache.lengths) for state in engine.states.values())
+        return SPARE_MEMORY * slot_bytes * largest * (4.5 - kept)
+
+    monkeypatch.setattr(captured, "available_bytes", count_free)
+    engine.decode(rows, 3)
+    assert [batch for batch, _ in engine.states] == [3]
+    assert id(engine.state.context.cache) not in caches
+    assert engine.decode(rows[:1], 3)[0].output == answers[0][0].output
+    assert [batch for batch, _ in engine.states] == [3, 1]
 
 
 @pytest.mark.parametrize(
