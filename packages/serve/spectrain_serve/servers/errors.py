@@ -4,6 +4,8 @@ at every start.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 MALFORMED = (
@@ -37,3 +39,14 @@ def error_text(error: Exception) -> str:
     """
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+@contextmanager
+def refuse_malformed(what: str) -> Iterator[None]:
+    """Raise a ServerError, in one sentence, where reading `what` fails because it has another form
+    than it should.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        raise ServerError("failed", f"{what} is malformed ({error_text(error)})") from error

@@ -20,7 +20,7 @@ from .base import (
     ServerCapabilities,
     TimedStep,
 )
-from .errors import MALFORMED, ServerError, error_text
+from .errors import refuse_malformed
 from .settings import ClientSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class OpenAIServer(TrainingServer):
         self, client: HttpClient, request: CompletionRequest
     ) -> Completion:
         response, times = await self.request_response(client, request)
-        return self.parse_response(response, isinstance(request.prompt, Conversation), times)
+        with refuse_malformed("the server's answer"):
+            return self.parse_response(response, isinstance(request.prompt, Conversation), times)
 
     async def request_response(
         self, client: HttpClient, request: CompletionRequest
@@ -65,12 +66,8 @@ class OpenAIServer(TrainingServer):
             if count := count_new_tokens(part):
                 arrivals.append((time.perf_counter() - began, count))
         times = RequestTimes(time.perf_counter() - began, tuple(arrivals))
-        try:
+        with refuse_malformed("the streamed answer"):
             return check_response(join_parts(parts, is_chat), is_chat), times
-        except MALFORMED as error:
-            raise ServerError(
-                "failed", f"the streamed answer is malformed ({error_text(error)})"
-            ) from error
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         """Return the body of a request."""

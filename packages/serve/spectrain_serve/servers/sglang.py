@@ -28,7 +28,7 @@ from .base import (
     ServerCapabilities,
     add_counters,
 )
-from .errors import MALFORMED, ServerError, error_text
+from .errors import MALFORMED, ServerError, error_text, refuse_malformed
 from .openai import OpenAIServer
 from .settings import EngineSettings
 
@@ -64,7 +64,8 @@ class SglangServer(OpenAIServer):
                 )
             return await super().request_completion(client, request)
         response, times = await self._generate(client, request)
-        completion = self.parse_answer(response, times)
+        with refuse_malformed("the server's answer"):
+            completion = self.parse_answer(response, times)
         return (
             await self._add_states(client, completion, response)
             if request.captures_states
@@ -84,17 +85,13 @@ class SglangServer(OpenAIServer):
         parts = []
         arrivals = []
         count = 0
-        try:
+        with refuse_malformed("the streamed answer"):
             async for part in client.stream(address, body):
                 parts.append(check_answer(part))
                 total = int(part["meta_info"]["completion_tokens"])
                 arrivals.append((time.perf_counter() - began, total - count))
                 count = total
             return join_answers(parts), RequestTimes(time.perf_counter() - began, tuple(arrivals))
-        except MALFORMED as error:
-            raise ServerError(
-                "failed", f"the streamed answer is malformed ({error_text(error)})"
-            ) from error
 
     def generation_body(self, request: CompletionRequest) -> dict[str, Any]:
         """Return the body of a request to /generate, where entries of server.extra are sampling

@@ -35,7 +35,7 @@ from .base import (
     add_counters,
 )
 from .counters import read_settled_counters
-from .errors import ServerError
+from .errors import ServerError, refuse_malformed
 from .openai import OpenAIServer
 from .settings import EngineSettings
 
@@ -107,7 +107,10 @@ class VllmServer(OpenAIServer):
         self, client: HttpClient, request: CompletionRequest
     ) -> Completion:
         response, times = await self.request_response(client, request)
-        completion = self.parse_response(response, isinstance(request.prompt, Conversation), times)
+        with refuse_malformed("the server's answer"):
+            completion = self.parse_response(
+                response, isinstance(request.prompt, Conversation), times
+            )
         return (
             await self._add_states(completion, response) if request.captures_states else completion
         )
@@ -131,7 +134,8 @@ class VllmServer(OpenAIServer):
 
     async def _add_states(self, completion: Completion, response: dict[str, Any]) -> Completion:
         """Add the states that the server wrote to a file, and delete the file."""
-        named = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
+        with refuse_malformed("kv_transfer_params of the server's answer"):
+            named = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
         if named is None:
             raise ServerError(
                 "failed",
@@ -221,8 +225,17 @@ def read_states_file(path: Path) -> tuple[Tensor, list[int], tuple[int, ...] | N
         ) from error
     except (OSError, SafetensorError) as error:
         raise ServerError("failed", f"{path}: it cannot be read ({error})") from error
-    layers = metadata.get("layers")
-    return states, tokens.tolist(), None if not layers else tuple(map(int, layers.split(",")))
+    with refuse_malformed(f"{path}: what the server wrote"):
+        named = metadata.get("layers")
+        layers = tuple(map(int, named.split(","))) if named else None
+        if states.dim() != 3 or tokens.shape != states.shape[:1]:
+            raise ValueError(
+                f"states {list(states.shape)} of tokens {list(tokens.shape)} instead of [T, L, D] "
+                "and [T]"
+            )
+        if layers is not None and len(layers) != states.shape[1]:
+            raise ValueError(f"{states.shape[1]} layers, and the names of {len(layers)}")
+        return states, tokens.tolist(), layers
 
 
 def time_steps(times: RequestTimes, rounds: DraftedRounds | None) -> tuple[TimedStep, ...]:

@@ -4,13 +4,20 @@ import asyncio
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from spectrain.errors import UserError
-from spectrain_serve.servers.base import DraftCounters, DraftedRounds, RequestTimes, add_counters
+from spectrain_serve.servers.base import (
+    CompletionRequest,
+    DraftCounters,
+    DraftedRounds,
+    RequestTimes,
+    add_counters,
+)
 from spectrain_serve.servers.counters import parse_counters
 from spectrain_serve.servers.errors import ServerError
 from spectrain_serve.servers.openai import count_new_tokens, join_parts
@@ -117,6 +124,52 @@ def test_cut_and_missing_files_are_refused(tmp_path: Path) -> None:
         read_states_file(path)
     with pytest.raises(ServerError, match=r"server\.states_folder"):
         read_states_file(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "words"),
+    [
+        ({"hidden_states": torch.zeros(4, 2, 8)}, {"layers": "2,x"}, "invalid literal"),
+        ({"hidden_states": torch.zeros(4, 2, 8)}, {"layers": "2"}, "2 layers, and the names of 1"),
+        ({"hidden_states": torch.zeros(4, 16)}, {}, "instead of"),
+        ({"hidden_states": torch.zeros(3, 2, 8)}, {}, "instead of"),
+        ({"hidden_states": torch.zeros(4, 2, 8), "token_ids": torch.zeros(2, 2)}, {}, "instead of"),
+    ],
+)
+def test_states_of_another_form_are_refused(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"token_ids": torch.arange(4), **tensors}, path, metadata=metadata)
+    with pytest.raises(ServerError, match=f"is malformed .*{words}"):
+        read_states_file(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": [1]},
+        {"metrics": {"speculative_decoding": {"per_step_accepted": 3}}},
+        {"metrics": {"speculative_decoding": {"per_step_accepted": [1]}}},
+        {"usage": {"completion_tokens": "many"}},
+        {"usage": [3]},
+        {"kv_transfer_params": [3]},
+    ],
+)
+def test_answers_of_another_form_are_refused(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sentence says what is malformed; a traceback would end a whole score."""
+    server = VllmServer(VllmSettings(url="http://127.0.0.1:1/v1"))
+    response = {"choices": [{"text": "a", "token_ids": [3], "finish_reason": "stop"}], **change}
+
+    async def answer(*_: Any) -> tuple[dict[str, Any], RequestTimes]:
+        return response, RequestTimes(0.1)
+
+    monkeypatch.setattr(server, "request_response", answer)
+    request = CompletionRequest([1, 2], 4, captures_states=True)
+    with pytest.raises(ServerError, match="answer is malformed"):
+        asyncio.run(server.request_completion(server.clients[0], request))
 
 
 def test_reader_waits_for_the_writer(tmp_path: Path) -> None:
