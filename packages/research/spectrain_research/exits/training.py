@@ -32,12 +32,14 @@ class JointExits(EarlyExit):
     J = sum_e w_e CE(head(norm(x_e)), Y), over the exits and the last layer (BranchyNet, section
     3.1), plus with FREE's layerwise distillation
 
-        hidden_weight mean_i MSE(x_i, x_m(i))
+        hidden_weight mean_k MSE(x_s(k), x_d(k))
 
-    over the S layers below the first exit, where x_m(i) is held fixed. m(i) is the last layer, of
-    i = S alone (last), i L / S rounded (uniform), or the layer above the exit whose states are
-    nearest in this batch (dynamic). The exits decode by `drafter=exits`; as a drafter this one has
-    the first exit's drafts verified.
+    with the first exit after S layers, where the deep states x_d(k) are held fixed. The pairs are
+    (S, L) alone (last), or (k, k L / S rounded) for k = 1 to S (uniform). For dynamic the deep
+    layers are the uniform ones, and from the last to the first each takes the shallow layer whose
+    states are nearest in this batch and that lies below the one taken before, as in the published
+    code of FREE. Where none lies below, the first layer is taken again. The exits decode by
+    `drafter=exits`; as a drafter this one has the first exit's drafts verified.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class JointExits(EarlyExit):
         # Weights of the losses of the exits and, last, of the target's own output; null weighs each
         # by its number of layers, and all sum to 1.
         weights: list[float] | None = None,
-        # Deep layer that each layer below the first exit learns from: none, the last layer for the
-        # exit alone (last), evenly spaced ones (uniform), or the nearest above the exit (dynamic).
+        # Deep layers whose hidden states the layers below the first exit learn: none, the last one
+        # for the exit alone (last), evenly spaced ones in order (uniform), or the same ones, each
+        # by the layer that is nearest to it (dynamic).
         hidden: Distillation = "none",
         # Weight of the distillation of hidden states.
         hidden_weight: NotNegative = 1.0,
@@ -135,21 +138,38 @@ def distil_states(states: dict[int, Tensor], exit_layer: int, hidden: Distillati
     numbers begin at 1.
     """
     last = max(states)
+    deep_layers = [round(k * last / exit_layer) for k in range(1, exit_layer + 1)]
     if hidden == "last":
-        pairs = {exit_layer: last}
+        pairs = [(exit_layer, last)]
     elif hidden == "uniform":
-        pairs = {layer: round(layer * last / exit_layer) for layer in range(1, exit_layer + 1)}
+        pairs = [*zip(range(1, exit_layer + 1), deep_layers)]
     else:
-        pairs = {
-            layer: min(
-                range(exit_layer + 1, last + 1),
-                key=lambda deep: float(sum_squares(states[layer].detach(), states[deep])),
-            )
-            for layer in range(1, exit_layer + 1)
-        }
-    total = sum(sum_squares(states[layer], states[deep]) for layer, deep in pairs.items())
+        pairs = align_layers(states, exit_layer, deep_layers)
+    total = sum(sum_squares(states[layer], states[deep]) for layer, deep in pairs)
     assert isinstance(total, Tensor)
     return total / len(pairs)
+
+
+@torch.no_grad()
+def align_layers(
+    states: dict[int, Tensor], exit_layer: int, deep_layers: list[int]
+) -> list[tuple[int, int]]:
+    """Return pairs of a layer up to the exit and a deep layer, from the last deep layer to the
+    first.
+
+    Each deep layer takes the nearest layer below the one that was taken before; where there is
+    none, the first layer.
+    """
+    pairs = list[tuple[int, int]]()
+    highest = exit_layer
+    for deep in reversed(deep_layers):
+        layer = min(
+            range(1, max(1, highest) + 1),
+            key=lambda layer: float(sum_squares(states[layer], states[deep])),
+        )
+        pairs.append((layer, deep))
+        highest = layer - 1
+    return pairs
 
 
 def sum_squares(state: Tensor, label: Tensor) -> Tensor:

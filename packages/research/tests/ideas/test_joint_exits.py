@@ -13,7 +13,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain_research.exits.training import JointExits, distil_states
+from spectrain_research.exits.training import JointExits, align_layers, distil_states
 from tests.factories import random_batch
 from tests.targets import cut_tiny
 
@@ -91,7 +91,8 @@ def test_hidden_states_learn_from_deep_layers(target: Target, hidden: Any) -> No
     elif hidden == "uniform":
         mean = (distance(1, 2) + distance(2, 4)) / 2
     else:
-        mean = sum(min(distance(layer, 3), distance(layer, 4)) for layer in (1, 2)) / 2
+        nearest = min((1, 2), key=lambda layer: distance(layer, 4))
+        mean = (distance(nearest, 4) + distance(1, 2)) / 2
     term = drafter.loss(batch, target, TrainingState()).terms["hidden"]
     assert float(term.detach()) == pytest.approx(0.5 * len(states[1]) * mean, rel=1e-4)
     term.backward()
@@ -104,18 +105,18 @@ def test_hidden_states_learn_from_deep_layers(target: Target, hidden: Any) -> No
     assert learning == {0, 1}
 
 
-def test_dynamic_labels_are_the_nearest_deep_layers(target: Target) -> None:
-    """A layer above the exit that adds nothing has the exit's own state, which is then nearest."""
-    drafter = start(target, exits=[2], hidden="dynamic")
-    batch = random_batch(target, (), (1, 8))
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            if "layers.2." in name and ("o_proj" in name or "down_proj" in name):
-                parameter.zero_()
-    states = read_states(target, batch)
-    nearest = min(((states[1] - states[deep]) ** 2).mean() for deep in (3, 4))
-    term = drafter.loss(batch, target, TrainingState()).terms["hidden"]
-    assert float(term.detach()) == pytest.approx(float(nearest) / 2 * len(states[1]), rel=1e-3)
+def test_dynamic_pairs_keep_the_order_of_the_layers() -> None:
+    """Exit 3 of 6, whose deep layers are 2, 4 and 6. The last is nearest to layer 2, so that layer
+    4 takes layer 1, although layer 3 has its very state, and none is left below it for layer 2.
+    """
+    values = {1: 0.0, 2: 5.0, 3: 9.0, 4: 9.0, 5: 0.0, 6: 6.0}
+    states = {layer: torch.full((3, 8), value) for layer, value in values.items()}
+    assert align_layers(states, 3, [2, 4, 6]) == [(2, 6), (1, 4), (1, 2)]
+    expected = 3 * ((5 - 6) ** 2 + (0 - 9) ** 2 + (0 - 5) ** 2) / 3
+    assert distil_states(states, 3, "dynamic").item() == pytest.approx(expected)
+    # In order, the three layers learn the three deep ones.
+    uniform = 3 * ((0 - 5) ** 2 + (5 - 9) ** 2 + (9 - 6) ** 2) / 3
+    assert distil_states(states, 3, "uniform").item() == pytest.approx(uniform)
 
 
 @pytest.mark.parametrize(
