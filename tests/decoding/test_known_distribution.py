@@ -24,6 +24,8 @@ INSTALLED = load_cases(__name__)
 VARIANTS: list[Case] = INSTALLED.get("VARIANTS", [])
 # Those of them that decode one text at once, and three.
 SMALL_BATCHES: list[Case] = INSTALLED.get("SMALL_BATCHES", [])
+# Those whose rounds do not depend on the number of texts.
+INVARIANT: list[Case] = INSTALLED.get("INVARIANT", [])
 # Chains of the lengths that no other case has, for every rule that has one of 3.
 CHAINS = [
     replace(case, name=f"{case.name[:-1]}{depth}", make_builder=chain(depth))
@@ -72,7 +74,6 @@ QUICK = {
 """Cases that every run of the tests decodes, and their numbers of texts."""
 MANY = ["chain, chain of 3", "recursive, sampled tree", "match, sampled tree"]
 """Cases that decode 2,500 texts in less than a second."""
-POOLED = {"block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"}
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,15 @@ def test_a_distance_of_one_percent_is_visible(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in POOLED], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*CASES, *CHAINS, *INVARIANT], ids=lambda case: case.name)
 def test_texts_do_not_depend_on_the_batch(case: Case) -> None:
-    assert case.sample(60, seed=0, batch_size=3) == case.sample(60, seed=0, batch_size=1)
+    """So batches of one and of three texts have the distribution of the large ones, whose texts the
+    tests above count.
+    """
+    texts = case.sample(60, seed=0)
+    assert len({*texts}) > 10
+    assert case.sample(60, seed=0, batch_size=3) == texts
+    assert case.sample(60, seed=0, batch_size=1) == texts
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
-"""The time of a target's forward over its number of rows, fitted as in MoESD (Huang et al., 2025,
-arXiv 2505.19645, section 3.3).
+"""The time of a target's forward over its number of rows, fitted after MoESD (Huang et al., 2025,
+arXiv 2505.19645).
+
+The share of chosen experts is the paper's. The shape of the other terms was written from memory and
+not compared with the paper's algorithm 1; the ridge is fitted instead of read from the hardware.
 
 Shapes: N measured forwards, F features.
 """
