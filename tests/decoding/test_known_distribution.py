@@ -24,6 +24,8 @@ INSTALLED = load_cases(__name__)
 VARIANTS: list[Case] = INSTALLED.get("VARIANTS", [])
 # Those of them that decode one text at once, and three.
 SMALL_BATCHES: list[Case] = INSTALLED.get("SMALL_BATCHES", [])
+# Those whose rounds do not depend on the number of texts.
+INVARIANT: list[Case] = INSTALLED.get("INVARIANT", [])
 # Chains of the lengths that no other case has, for every rule that has one of 3.
 CHAINS = [
     replace(case, name=f"{case.name[:-1]}{depth}", make_builder=chain(depth))
@@ -125,10 +127,13 @@ def test_a_distance_of_one_percent_is_visible(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *CHAINS, *INVARIANT], ids=lambda case: case.name)
 def test_texts_do_not_depend_on_the_batch(case: Case) -> None:
-    """What is shown of large batches holds for every rule with one text at once and with three."""
+    """So batches of one and of three texts have the distribution of the large ones, whose texts the
+    tests above count.
+    """
     texts = case.sample(60, seed=0)
+    assert len({*texts}) > 10
     assert case.sample(60, seed=0, batch_size=3) == texts
     assert case.sample(60, seed=0, batch_size=1) == texts
 

@@ -11,6 +11,7 @@ from spectrain_studies.axes.forward_times import (
     describe_forward_times,
     find_expert_share,
     fit_forward_times,
+    list_features,
     roofline_growth,
 )
 from spectrain_studies.axes.points import RoundTimes
@@ -20,6 +21,12 @@ from tests.targets import cut_tiny
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SPARSE = ForwardTimes(1 / 16, 64.0, 1.003, (2e-3, 1e-3, 20e-3, 0.5e-3), 0.0)
 DENSE = ForwardTimes(1.0, 32.0, 1.01, (5e-3, 4e-3, 0.0, 0.0), 0.0)
+
+
+def test_share_of_chosen_experts_is_the_papers() -> None:
+    """N(t) = E (1 - ((E - K) / E)^t): of 512 experts, four rows of ten each choose 38.8."""
+    assert 512 * list_features(4, 10 / 512, 8, 1.1)[2] == pytest.approx(38.8, abs=0.05)
+    assert list_features(1, 1 / 16, 8, 1.1)[2] == pytest.approx(1 / 16)
 
 
 def test_growth_is_smooth_at_the_ridge() -> None:

@@ -2,6 +2,10 @@
 
 from typing import Any
 
-from packages.research.tests.decoding.known_variants import SMALL_BATCHES, VARIANTS
+from packages.research.tests.decoding.known_variants import INVARIANT, SMALL_BATCHES, VARIANTS
 
-CASES: dict[str, Any] = {"VARIANTS": VARIANTS, "SMALL_BATCHES": SMALL_BATCHES}
+CASES: dict[str, Any] = {
+    "VARIANTS": VARIANTS,
+    "INVARIANT": INVARIANT,
+    "SMALL_BATCHES": SMALL_BATCHES,
+}

@@ -24,7 +24,7 @@ from torch import nn
 
 from packages.research.tests.decoding.union_of_tables import UnionOfTables
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
-from spectrain.decoding.acceptance import Match, SamplingRule
+from spectrain.decoding.acceptance import Match, OpenSampling, SamplingRule
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.generation import no_callback, run_to_end
@@ -411,6 +411,7 @@ CAPTURED = [
         *RULES[2:4],
         *RULES[-2:],
         ("recursive, no drafter", RecursiveRejection, lambda seed: None),
+        ("sample, chain of 3", OpenSampling, chain(3)),
     )
     if "sampled tree" not in name or rule is not Match
 ]
@@ -452,6 +453,8 @@ VARIANTS = [
     *RESUMED,
     *TRAVERSED,
 ]
+# Rounds of these do not depend on the number of texts.
+INVARIANT = [*SHAPED, *COPIES, *RETRIEVED[::2], *CASCADES, *WINDOWS, *CAPTURED, *RESUMED]
 SMALL_BATCHES = [
     replace(case, name=f"{case.name}, batches of {size}", batch_size=size)
     for case in (
