@@ -209,14 +209,16 @@ def assert_same(plain: PlainAnswers, answers: list[list[int]], expected: list[li
     return len(plain.prompts) - differing
 
 
-def assert_close(reference: DraftCounters, ours: DraftCounters) -> None:
+def assert_close(
+    reference: DraftCounters, ours: DraftCounters, tolerance: float = TOLERANCE
+) -> None:
     """Enough was drafted and accepted for a rate to mean something, and at every position the
-    rates agree within 3 %.
+    rates agree within `tolerance`, a share of ours.
     """
     assert min(reference.num_drafted, ours.num_drafted) >= ENOUGH
     assert compute_rates(ours)[0] > 0.05
     for reference_rate, own_rate in zip(compute_rates(reference), compute_rates(ours), strict=True):
-        assert abs(reference_rate - own_rate) <= TOLERANCE * own_rate, (reference, ours)
+        assert abs(reference_rate - own_rate) <= tolerance * own_rate, (reference, ours)
 
 
 def test_the_offline_class_answers_as_without(
