@@ -4,7 +4,6 @@
 
 import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Stage, stage_at
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_target_without_weights
@@ -38,7 +39,9 @@ from spectrain.training.parallel.deepspeed import BUCKET_VALUES, bucket_values
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import measure_acceptance, record_held_out
 from spectrain_studies.machine.doctor import check_targets
+from spectrain_studies.planning import hours
 from spectrain_studies.planning.footprint import Models, bytes_of, peak_memory
+from spectrain_studies.planning.hours import StepTimes
 from spectrain_studies.planning.operations import mean_keys
 from spectrain_studies.planning.plan import Plan, plan
 from spectrain_studies.planning.workload import (
@@ -544,26 +547,33 @@ def test_the_command_prints_json(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target, limit, steps", [("tiny", 60, 120), ("smollm2", 24, 60)])
-def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: Path) -> None:
-    """20 steps foretell how long three times as many and more take; on an idle machine, for it
-    is time that is compared.
+def test_hours_from_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a token that the target reads takes a second and all else nothing, a run takes as many
+    seconds as its target reads tokens, for the fit and for the steps.
     """
-    if target == "smollm2":
-        needs_smollm2()
     spec, settings = compose_plan(
         "recipe=eagle3",
-        f"target={target}",
-        f"data.limit={limit}",
+        "target=tiny",
+        "data.limit=60",
         "source.keep_gb=0",
-        f"trainer.max_steps={steps}",
+        "trainer.max_steps=120",
         "plan.calibrate=true",
     )
+    reads: list[int] = []
+    get_states = LiveSource.get_states
+
+    def count_tokens(source: LiveSource, batch: Batch, request: BatchRequest) -> torch.Tensor:
+        reads.append(batch.tokens.numel())
+        return get_states(source, batch, request)
+
+    fit_tokens = 65_536
+    monkeypatch.setattr(hours, "time_steps", lambda spec: StepTimes(1.0, 0.0, 1.0, fit_tokens))
+    monkeypatch.setattr(LiveSource, "get_states", count_tokens)
     predicted = plan(spec, settings)["hours"]["value"] * 3600
     train, _ = prepare_training(spec, tmp_path)
-    began = time.perf_counter()
     train()
-    assert predicted / (time.perf_counter() - began) == pytest.approx(1, abs=0.3)
+    assert len(reads) > 120
+    assert predicted == pytest.approx(sum(reads), rel=0.05)
 
 
 @pytest.mark.parametrize(
