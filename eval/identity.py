@@ -38,6 +38,20 @@ class Identity:
     near_ties: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
+    def record_difference(
+        self, turn: Turn, position: int, gap: "LogitGap | None", has_token: bool
+    ) -> bool:
+        """Record where an output parts from its reference: as a near tie, and then return True,
+        where rounding decides between the target's two best logits and the reference has a token
+        there; otherwise, and where the gap is unknown, as a difference.
+        """
+        location = {"id": turn.id, "turn": turn.turn, "position": position}
+        if gap is not None and gap.is_tie and has_token:
+            self.near_ties.append({**location, "gap": gap.size, "rounding": gap.rounding})
+            return True
+        self.differences.append({**location, "gap": None if gap is None else gap.size})
+        return False
+
     @property
     def verdict(self) -> str | None:
         """Return what the check of the distribution says; None without one."""
@@ -137,17 +151,14 @@ def _compare_turn(
     identity.checked += 1
     output = list(turn.drafted.output)
     while (position := first_difference(output, reference)) is not None:
-        location = {"id": turn.id, "turn": turn.turn, "position": position}
         # Noise decides a sampled token as well, so equal logits excuse no difference.
         gap = (
             None
             if system.rule.is_random
             else logit_gap(target, turn.drafted.prompt + reference[:position])
         )
-        if gap is None or not gap.is_tie or position >= len(reference):
-            identity.differences.append({**location, "gap": None if gap is None else gap.size})
+        if not identity.record_difference(turn, position, gap, position < len(reference)):
             return
-        identity.near_ties.append({**location, "gap": gap.size, "rounding": gap.rounding})
         prefix = reference[: position + 1]
         remaining = max_new_tokens - len(prefix)
         if remaining < 1 or prefix[-1] in target.stop_ids:

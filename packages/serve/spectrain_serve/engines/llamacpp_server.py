@@ -26,7 +26,7 @@ from ..servers.base import (
     add_counters,
 )
 from ..servers.counters import read_settled_counters
-from ..servers.errors import MALFORMED, ServerError, error_text
+from ..servers.errors import ServerError, refuse_malformed
 from ..servers.openai import OpenAIServer
 from .llamacpp_command import LlamaCppSettings
 
@@ -66,12 +66,8 @@ class LlamaCppServer(OpenAIServer):
             parts.append(part)
             if part.get("tokens"):
                 arrivals.append((time.perf_counter() - began, len(part["tokens"])))
-        try:
+        with refuse_malformed("the streamed answer"):
             return parse_stream(parts, RequestTimes(time.perf_counter() - began, tuple(arrivals)))
-        except MALFORMED as error:
-            raise ServerError(
-                "failed", f"the streamed answer is malformed ({error_text(error)})"
-            ) from error
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         if isinstance(request.prompt, Conversation):

@@ -361,13 +361,9 @@ def compare_outputs(
         if position is None:
             identity.identical += 1
             continue
-        location = {"id": turn.id, "turn": turn.turn, "position": position}
-        if target is None or reference is None or position >= len(reference):
-            identity.differences.append({**location, "gap": None})
-            continue
-        gap = logit_gap(target, turn.drafted.prompt + reference[:position])
-        if gap.is_tie:
-            identity.near_ties.append({**location, "gap": gap.size, "rounding": gap.rounding})
-        else:
-            identity.differences.append({**location, "gap": gap.size})
+        has_token = reference is not None and position < len(reference)
+        gap = None
+        if target is not None and reference is not None and has_token:
+            gap = logit_gap(target, turn.drafted.prompt + reference[:position])
+        identity.record_difference(turn, position, gap, has_token)
     return identity
