@@ -21,7 +21,7 @@ from spectrain.data.messages import (
     MAX_TURNS,
     MESSAGE_KEYS,
     Conversation,
-    check_text,
+    check_texts,
     check_tool_calls,
     parse_documents,
     parse_message,
@@ -29,7 +29,8 @@ from spectrain.data.messages import (
 )
 from spectrain.data.readers import DATA_FOLDER
 from spectrain.data.template_arguments import check_template_arguments
-from spectrain.errors import UserError, describe_json_error, first_line
+from spectrain.data.text_rows import explain_no_json, make_object
+from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
 from spectrain.files import require_regular_file
 from spectrain.models.target import Target
@@ -327,22 +328,16 @@ def _file_rows(file: Path) -> Rows:
 def _parse_json(data: bytes, file: Path, line: int, advice: str) -> Any:
     """Parse bytes that begin at this line of the file."""
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=make_object)
     except UnicodeDecodeError as error:
         line += error.object.count(b"\n", 0, error.start)
         raise UserError(
             f"{file}, line {line}: it is not UTF-8 ({error.reason}); save the file as UTF-8 text"
         ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"{file}, line {line}: its values are nested too deeply; {advice}"
-        ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             line += error.lineno - 1
-        raise UserError(
-            f"{file}, line {line}: it is not JSON ({describe_json_error(error)}); {advice}"
-        ) from error
+        raise explain_no_json(error, f"{file}, line {line}", advice) from error
 
 
 def _parse_row(
@@ -387,8 +382,8 @@ def _parse_row(
             f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of "
             f"{MAX_TURNS} or fewer"
         )
-    for text in [*map(content_text, turns), context.text or ""]:
-        check_text(text, where)
+    beside = [context.text, context.tools, context.documents, context.template_arguments]
+    check_texts([turns, before, *beside], where)
     ids = [
         str(row[column])
         for column in ("id", "question_id", "prompt_id", "task_id")

@@ -159,9 +159,14 @@ def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> No
         scratch.write_text(text, encoding="utf-8")
 
 
-def open_text(path: Path, is_compressed: bool = False, remedy: str = SAVE_AS_UTF8) -> TextIO:
+def open_text(
+    path: Path,
+    is_compressed: bool = False,
+    remedy: str = SAVE_AS_UTF8,
+    newline: str | None = None,
+) -> TextIO:
     """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by
-    gzip or not.
+    gzip or not; with `newline=""` the ends of lines stay as they are.
 
     A UserError says what to do with a file in another encoding that a byte-order mark names, and
     with a pipe or a device, which may never end.
@@ -170,7 +175,7 @@ def open_text(path: Path, is_compressed: bool = False, remedy: str = SAVE_AS_UTF
     opened = gzip.open if is_compressed else open
     with opened(path, "rb") as file:
         check_encoding(file.read(4), path, remedy)
-    return opened(path, "rt", encoding="utf-8-sig")
+    return opened(path, "rt", encoding="utf-8-sig", newline=newline)
 
 
 def read_text(path: Path, remedy: str = SAVE_AS_UTF8) -> str:

@@ -1,34 +1,35 @@
-"""Rows of data files, in any format that `datasets` reads. JSON Lines are read here, so that an
-error names its line.
-"""
+"""Rows of data files: text (`text_rows.py`), and the tables that `datasets` reads."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from spectrain.errors import UserError, describe_json_error, first_line
-from spectrain.files import check_encoding, iterate_lines, open_text, require_regular_file
+from spectrain.errors import UserError, first_line
+from spectrain.files import iterate_lines, require_regular_file
 
 from .shards import MANIFEST, ShardSet
+from .text_rows import iterate_csv_rows, iterate_json_rows, iterate_line_rows
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz")
+TEXT_FORMATS = {".json": iterate_json_rows, ".csv": iterate_csv_rows}
+"""How the rows of a file of text are read that are not lines of JSON, by its suffix."""
+TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
+"""The name that `datasets` has for each format, by the suffix of a file."""
+ROW_SUFFIXES = (*LINE_SUFFIXES, *TEXT_FORMATS, *TABLE_FORMATS)
 PARQUET_BATCH_SIZE = 256
 """Rows of a Parquet file that are read at once."""
-TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".csv": "csv"}
-"""The name that `datasets` has for each format, by the suffix of a file."""
-
-
-TEXT_FORMATS = ("json", "csv")
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,33 @@ def list_files(source: str) -> list[Path]:
     if (path / MANIFEST).is_file():
         return ShardSet(path).complete_files()
     pattern = str(path / "*") if path.is_dir() else str(path)
-    suffixes = (*LINE_SUFFIXES, *TABLE_FORMATS)
-    files = [
-        Path(name) for name in sorted(glob(pattern, recursive=True)) if name.endswith(suffixes)
-    ]
+    files = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if is_row_file(path)]
     if not files:
         problem = "the folder holds no data file" if path.is_dir() else "there is no such file"
         raise UserError(
-            f"data.path={source}: {problem}; give a file that ends in {', '.join(suffixes)}"
+            f"data.path={source}: {problem}; give a file that ends in {', '.join(ROW_SUFFIXES)}"
         )
     return files
+
+
+def list_ignored_files(source: str) -> Counter[str]:
+    """Count what a folder or a pattern names and `list_files` does not read, by kind."""
+    path = Path(source).expanduser()
+    if path.is_file() or (path / MANIFEST).is_file():
+        return Counter()
+    ignored: Counter[str] = Counter()
+    for name in glob(str(path / "*") if path.is_dir() else str(path), recursive=True):
+        entry = Path(name)
+        if entry.is_file() and not is_row_file(entry):
+            ending = f"that ends in {entry.suffix!r}" if entry.suffix else "without an ending"
+            ignored[f"file {ending} in data.path"] += 1
+        ignored["folder within data.path"] += path.is_dir() and entry.is_dir()
+    return +ignored
+
+
+def is_row_file(path: Path) -> bool:
+    """Tell whether a file holds rows, by its name."""
+    return path.name.lower().endswith(ROW_SUFFIXES)
 
 
 def raise_error(error: UserError) -> None:
@@ -71,58 +89,76 @@ def raise_error(error: UserError) -> None:
 
 
 def read_rows(
-    source: str, on_error: Callable[[UserError], None] = raise_error
+    source: str,
+    on_error: Callable[[UserError], None] = raise_error,
+    unread: Counter[str] | None = None,
 ) -> Iterator[FileRow]:
     """Yield the rows of all files that a path, a directory or a pattern names; `on_error` takes
-    those that are no JSON.
+    those that are no JSON, and `unread` counts files that are not read or hold no row.
     """
     folder = Path(source).expanduser()
     if (folder / "dataset_info.json").is_file():
         yield from _number_rows(folder, lambda: load_saved_rows(str(folder)))
         return
-    for path in list_files(source):
-        yield from read_file(path, on_error)
+    files = list_files(source)
+    if unread is not None:
+        unread.update(list_ignored_files(source))
+    for path in files:
+        is_empty = True
+        for row in read_file(path, on_error):
+            is_empty = False
+            yield row
+        if is_empty and unread is not None:
+            unread["file without a usable row"] += 1
 
 
 def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
     """Yield the rows of one file; `on_error` takes the error of a line that is no JSON."""
     require_regular_file(path, "give a file of rows")
-    if path.suffix in TABLE_FORMATS:
-        form = TABLE_FORMATS[path.suffix]
-        if form in TEXT_FORMATS:
-            with path.open("rb") as file:
-                check_encoding(file.read(4), path)
+    suffix = path.suffix.lower()
+    if suffix in TABLE_FORMATS:
+        form = TABLE_FORMATS[suffix]
         yield from _number_rows(path, lambda: open_table_files(form, [str(path)]))
         return
-    number = 0
+    iterate_rows = TEXT_FORMATS.get(suffix, iterate_line_rows)
+    location = ""
     try:
-        with open_text(path, is_compressed=path.suffix == ".gz") as lines:
-            for number, line in enumerate(iterate_lines(lines, path), 1):
-                if not line.strip():
-                    continue
-                location = f"{path}, line {number}"
-                try:
-                    row = FileRow(parse_line(line, location), location, path.parent)
-                except UserError as error:
-                    on_error(error)
-                    continue
-                yield row
+        for content, location in iterate_rows(path, on_error):
+            yield FileRow(content, location, path.parent)
+    except UserError as error:
+        if not location and not is_row_file(path):
+            raise explain_ending(path) from error
+        raise
     except UnicodeDecodeError as error:
-        location = f"{path}, line {find_line_of_no_text(path)}"
+        if not is_row_file(path):
+            raise explain_ending(path) from error
         raise UserError(
-            f"{location}: it is no text ({error.reason}); save it as UTF-8 text"
+            f"{path}, line {find_line_of_no_text(path)}: it is no text ({error.reason}); save it "
+            "as UTF-8 text"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
+        place = f"{path}, after {location.removeprefix(f'{path}, ')}" if location else str(path)
         raise UserError(
-            f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it "
-            "is complete and yours"
+            f"{place}: it cannot be read ({first_line(error)}); see that it is complete and yours"
         ) from error
+
+
+def explain_ending(path: Path) -> UserError:
+    """Return the error of a file that holds no rows, neither by its name nor by its content."""
+    ending = path.suffix or ".txt"
+    return UserError(
+        f"{path}: it holds no rows, by its name and by its beginning; give a file that ends in "
+        f"{', '.join(ROW_SUFFIXES)}, or the folder of texts with data=text "
+        f"data.path=FOLDER data.suffixes=[{ending}]"
+    )
 
 
 def open_bytes(path: Path) -> BinaryIO:
     """Open a file of rows to read its bytes, unpacked where its name ends in .gz."""
     require_regular_file(path)
-    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+    return cast(
+        BinaryIO, gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+    )
 
 
 def count_lines(path: Path) -> int:
@@ -142,39 +178,6 @@ def find_line_of_no_text(path: Path) -> int:
             except UnicodeDecodeError:
                 return number
     raise ValueError(f"{path}: every line is UTF-8")
-
-
-def parse_line(line: str, location: str) -> Any:
-    """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
-    try:
-        return json.loads(line.removeprefix("\ufeff"), object_pairs_hook=_make_object)
-    except RepeatedKey as error:
-        raise UserError(
-            f"{location}: the key {error} is given twice, so one of its values would be lost; "
-            "write each key once"
-        ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"{location}: its values are nested too deeply; write one object a line"
-        ) from error
-    # Numbers of thousands of digits are refused by the integer type.
-    except ValueError as error:
-        raise UserError(
-            f"{location}: it is not JSON ({describe_json_error(error)}); write one object a line"
-        ) from error
-
-
-class RepeatedKey(ValueError):
-    """A key that a JSON object has twice; the message is the key."""
-
-
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise `RepeatedKey` where it has a key twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedKey(repr(next(name for name in names if names.count(name) > 1)[:40]))
-    return made
 
 
 def open_table_files(form: str, files: list[str]) -> datasets.IterableDataset:
@@ -199,6 +202,37 @@ def load_saved_rows(folder: str) -> Any:
     import datasets
 
     return keep_media_closed(datasets.load_from_disk(folder)).with_format(None)
+
+
+def list_table_rows(table: pyarrow.Table) -> list[dict[str, Any]]:
+    """Return the rows of a table as Python objects. `datasets` keeps values of several types as
+    JSON texts, which are parsed.
+    """
+    rows = table.to_pylist()
+    for column in table.schema:
+        if _holds_json(column.type):
+            for row in rows:
+                row[column.name] = _parse_json_values(row[column.name], column.type)
+    return cast(list[dict[str, Any]], rows)
+
+
+def _holds_json(kind: Any) -> bool:
+    """Tell whether a type of a column is JSON, or has JSON in it."""
+    parts = [kind.field(number).type for number in range(kind.num_fields)]
+    return getattr(kind, "extension_name", "") == "arrow.json" or any(map(_holds_json, parts))
+
+
+def _parse_json_values(value: Any, kind: Any) -> Any:
+    """Parse the JSON texts in a value of this type."""
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(value, dict):
+        return {
+            name: _parse_json_values(part, kind.field(name).type) for name, part in value.items()
+        }
+    if isinstance(value, list):
+        return [_parse_json_values(part, kind.value_type) for part in value]
+    return json.loads(value)
 
 
 def check_row_counts(path: Path) -> None:

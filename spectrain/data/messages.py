@@ -38,6 +38,9 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
 ROW_KEYS = {"messages", "conversations", "prompt", "turns", "tools", "functions", "documents",
     "chat_template_kwargs", "images",
             "answer_ids", "id", "finish_reason", "num_tokens", "ended"}  # fmt: skip
+ROW_SYNONYMS = (("messages", "conversations", "turns", "prompt"), ("tools", "functions"))
+"""Keys of a row that mean the same; the first that a row has is read."""
+MESSAGE_SYNONYMS = (("role", "from"), ("content", "value"))
 SINGLE_TURN_COLUMNS = (
     ("instruction", "output"),
     ("prompt", "completion"),
@@ -184,20 +187,28 @@ def parse_conversation(
         parse_message(turn, f"{location}: message {number}", pictures)
         for number, turn in enumerate(turns, 1)
     ]
-    for turn in turns:
-        unread.update(
-            f"key {key!r} of a message"
-            for key, value in turn.items()
-            if key not in MESSAGE_KEYS and value is not None
-        )
-    unread.update(describe_row_key(key) for key in row if key not in ROW_KEYS)
+    for turn in map(drop_nulls, turns):
+        keys = list_unread_keys(turn, MESSAGE_KEYS, MESSAGE_SYNONYMS)
+        unread.update(f"key {key!r} of a message" for key in keys)
+    unread.update(map(describe_row_key, list_unread_keys(row, ROW_KEYS, ROW_SYNONYMS)))
     check_tool_calls(messages, location)
     tools = parse_tools(row.get("tools", row.get("functions")), location)
     documents = parse_documents(row.get("documents"), location)
     arguments = check_template_arguments(row.get("chat_template_kwargs") or {}, location)
     answer_ids = parse_answer_ids(row.get("answer_ids"), messages, location)
+    check_texts([messages, tools, documents, arguments], location)
     conversation = Conversation(messages, tools, documents, arguments, answer_ids, origin=location)
     return complete_turns(conversation, location, allows_unanswered, unread)
+
+
+def list_unread_keys(
+    row: dict[str, Any], read: set[str], synonyms: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """List the keys of a row or a message that nothing reads: those that are not in `read`, and
+    those that mean the same as one before them in `synonyms`.
+    """
+    doubled = {key for names in synonyms for key in [name for name in names if name in row][1:]}
+    return [key for key in row if key not in read or key in doubled]
 
 
 def write_single_turn_as_messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -472,6 +483,19 @@ def has_answer(message: Message) -> bool:
         *(message.get(name, "") for name in REASONING_NAMES),
     ]
     return bool(message.get("tool_calls")) or any(text.strip() for text in texts)
+
+
+def check_texts(value: Any, location: str) -> None:
+    """Raise a UserError for a text anywhere in a value of JSON that no tokenizer accepts."""
+    waiting = [value]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, str):
+            check_text(entry, location)
+        elif isinstance(entry, dict):
+            waiting += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, list):
+            waiting += entry
 
 
 def check_text(text: str, location: str) -> None:

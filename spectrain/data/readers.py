@@ -229,9 +229,7 @@ class ConversationReader(ABC):
             )
         examples, held_out = self.split_examples([group for group, _, _ in tokenized])
         if not examples:
-            raise UserError(
-                f"data.max_length={self.max_length}: it cuts off every answer; raise it"
-            )
+            raise UserError(self.explain_no_loss(any(cut for _, cut, _ in tokenized)))
         return Dataset(
             examples,
             len(tokenized),
@@ -241,6 +239,15 @@ class ConversationReader(ABC):
             held_out=held_out,
             extra_texts=partial(self.extra_texts, template.tokenizer),
             unread=unread,
+        )
+
+    def explain_no_loss(self, is_cut: bool) -> str:
+        """Return why no token of the source carries loss."""
+        if is_cut:
+            return f"data.max_length={self.max_length}: it cuts off every answer; raise it"
+        return (
+            f"data {self.name}: no token of it carries loss; see that loss masks or labels mark "
+            "the answers, and that data.train_on names a kind of text that it has"
         )
 
     def split_examples(
@@ -334,7 +341,7 @@ class FileReader(ConversationReader):
         return float(sum(path.stat().st_size for path in list_files(self.path)))
 
     def read_conversations(self) -> Iterator[Any]:
-        yield from self.parse_rows(read_rows(self.path, self.handle_row_error))
+        yield from self.parse_rows(read_rows(self.path, self.handle_row_error, self.unread))
 
     def count_conversations(self) -> int | None:
         folder = Path(self.path).expanduser()
@@ -342,7 +349,7 @@ class FileReader(ConversationReader):
         if (
             not files
             or self.num_bytes() > MAX_COUNTED_BYTES
-            or not all(file.name.endswith(LINE_SUFFIXES) for file in files)
+            or not all(file.name.lower().endswith(LINE_SUFFIXES) for file in files)
         ):
             return None
         return sum(map(count_lines, files))

@@ -36,11 +36,12 @@ from .dataset import (
     is_too_short,
     make_examples,
 )
-from .files import keep_media_closed, load_saved_rows, open_table_files, parse_line
+from .files import keep_media_closed, list_table_rows, load_saved_rows, open_table_files
 from .image_processor import ImageProcessor
 from .messages import Conversation, drop_nulls, parse_conversation
 from .readers import HubReader
 from .text import parse_document
+from .text_rows import parse_line
 from .tokens import check_vocabulary, parse_tokens
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class StreamReader(HubReader):
     def read_conversations(self) -> Iterator[Any]:
         """Yield the usable conversations among the first `sample` rows."""
         for table in islice(self.iterate_tables(self.sample), 1):
-            for number, row in enumerate(table.to_pylist()):
+            for number, row in enumerate(list_table_rows(table)):
                 conversation = self.try_parse(row, number)
                 if conversation is not None:
                     yield conversation
@@ -227,8 +228,8 @@ class StreamReader(HubReader):
         usable = [result for result in results if result is not None]
         examples, apart = self.split_examples([row_examples for row_examples, _, _ in usable])
         if not examples:
-            reason = (
-                self.first_skip_reason or f"data.max_length={self.max_length} cuts off every answer"
+            reason = self.first_skip_reason or self.explain_no_loss(
+                any(cut for _, cut, _ in usable)
             )
             raise UserError(
                 f"data.path={self.path}: its first {len(conversations)} conversations teach "
@@ -328,8 +329,7 @@ class WindowReader:
     def take_rows(self, window: int) -> list[dict[str, Any]]:
         while window not in self.buffered_tables:
             self._read_table()
-        rows: list[dict[str, Any]] = self.buffered_tables.pop(window).to_pylist()
-        return rows
+        return list_table_rows(self.buffered_tables.pop(window))
 
     def _read_table(self) -> None:
         table = next(self.table_iterator, None)

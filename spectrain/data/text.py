@@ -14,7 +14,7 @@ from spectrain.config.values import Share
 from spectrain.errors import UserError
 from spectrain.files import MAX_TEXT_BYTES, read_text
 
-from .files import LINE_SUFFIXES, TABLE_FORMATS, FileRow
+from .files import FileRow, is_row_file
 from .messages import Conversation, check_text
 from .readers import FileReader
 
@@ -116,7 +116,7 @@ class TextReader(FileReader):
 
 def has_data_files(folder: Path) -> bool:
     """Tell whether a folder holds files of rows."""
-    return any(file.name.endswith((*LINE_SUFFIXES, *TABLE_FORMATS)) for file in folder.iterdir())
+    return any(map(is_row_file, folder.iterdir()))
 
 
 def parse_document(

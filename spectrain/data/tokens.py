@@ -15,10 +15,15 @@ from .chat_template import ChatTemplate
 from .dataset import Dataset
 from .files import FileRow
 from .image_processor import ImageProcessor
+from .messages import MAX_TOKEN_ID
 from .readers import FileReader
 
 MASK_KEYS = ("loss_mask", "labels", "assistant_masks")
 """The columns that say which tokens carry loss; labels are -100 where there is none."""
+SEGMENT_KEYS = ("seq_idx", "sequence_ids", "segment_ids", "document_ids", "doc_ids")
+"""The columns in which a row that packs several texts gives each token the number of its text."""
+LENGTH_KEYS = ("seq_lengths", "seq_lens", "sequence_lengths")
+"""The columns in which such a row lists the lengths of its texts."""
 DESCRIPTION_KEYS = ("id", "num_tokens")
 """Columns that only describe a row."""
 
@@ -67,8 +72,11 @@ def parse_tokens(row: Any, location: str, unread: Counter[str] | None = None) ->
     if not isinstance(row, dict) or row.get("input_ids") is None:
         raise UserError(f"{location}: it holds no input_ids; write a list of token ids")
     ids = _parse_integers(row["input_ids"], "input_ids", location)
-    if not ids or min(ids) < 0:
-        raise UserError(f"{location}: its input_ids are empty or below 0; write token ids")
+    if not ids or min(ids) < 0 or max(ids) >= MAX_TOKEN_ID:
+        raise UserError(
+            f"{location}: its input_ids are empty, below 0 or above {MAX_TOKEN_ID - 1}; write "
+            "token ids"
+        )
     key = next((name for name in MASK_KEYS if row.get(name) is not None), None)
     if key is None:
         raise UserError(
@@ -77,7 +85,7 @@ def parse_tokens(row: Any, location: str, unread: Counter[str] | None = None) ->
     text = find_text(row, len(ids), location)
     tokens = ids[text]
     values = _parse_column(row, key, len(ids), location)[text]
-    check_positions(row, len(ids), text, location)
+    check_single_text(row, len(ids), text, location)
     if unread is not None:
         read = {"input_ids", "attention_mask", key, *DESCRIPTION_KEYS}
         unread.update(
@@ -126,19 +134,29 @@ def find_text(row: dict[str, Any], length: int, location: str) -> slice:
     return slice(first, last)
 
 
-def check_positions(row: dict[str, Any], length: int, text: slice, location: str) -> None:
-    """Raise a UserError for positions that do not count up by one, as in a row that packs several
-    texts.
+def check_single_text(row: dict[str, Any], length: int, text: slice, location: str) -> None:
+    """Raise a UserError for a row that packs several texts: its positions do not count up by one,
+    or another column tells its texts apart.
 
     Training counts the positions of a row itself, and lets every token read all before it.
     """
-    if row.get("position_ids") is None:
-        return
-    positions = _parse_column(row, "position_ids", length, location)[text]
-    if positions != list(range(positions[0], positions[0] + len(positions))):
+    sign = None
+    if row.get("position_ids") is not None:
+        positions = _parse_column(row, "position_ids", length, location)[text]
+        if positions != list(range(positions[0], positions[0] + len(positions))):
+            sign = "position_ids do not count up by one"
+    for key in SEGMENT_KEYS:
+        values = row.get(key)
+        if isinstance(values, (list, tuple)) and len({*map(str, values[text])}) > 1:
+            sign = f"{key} name several texts"
+    for key in LENGTH_KEYS:
+        values = row.get(key)
+        if isinstance(values, (list, tuple)) and len(values) > 1:
+            sign = f"{key} names several texts"
+    if sign is not None:
         raise UserError(
-            f"{location}: its position_ids do not count up by one, as where a row packs several "
-            "texts; write one text a row, and pack them with trainer.packing=true"
+            f"{location}: its {sign}, as where a row packs several texts; write one text a row, "
+            "and pack them with trainer.packing=true"
         )
 
 
@@ -158,7 +176,8 @@ def _parse_integers(values: Any, name: str, location: str) -> list[int]:
         list(values) if isinstance(values, (list, tuple)) or hasattr(values, "tolist") else None
     )
     if listed is None or not all(
-        isinstance(value, (int, bool)) or hasattr(value, "__index__") for value in listed
+        hasattr(value, "__index__") and (name != "input_ids" or not isinstance(value, bool))
+        for value in listed
     ):
         raise UserError(f"{location}: {name} is no list of integers; write a flat list")
     return [int(value) for value in listed]

@@ -71,6 +71,21 @@ CHATS: dict[str, tuple[Any, str]] = {
         "message 3: it has no content"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}, HELLO]},
         "half of a character"),
+    "half a character in a call": ({"messages": [USER, invoke(call({"city": "\ud800"}))]},
+        "half of a character"),
+    "half a character in the name of an argument": (
+        {"messages": [USER, invoke(call({"\udfff": 1}))]}, "half of a character"),
+    "half a character in a function's name": (
+        {"messages": [USER, invoke(call(name="a\ud800"))]}, "half of a character"),
+    "half a character in a tool": (
+        {"messages": [USER, HELLO],
+            "tools": [{"function": {"name": "a", "description": "\ud800"}}]},
+        "half of a character"),
+    "half a character in a document": (
+        {"messages": [USER, HELLO], "documents": [{"text": "\ud800"}]}, "half of a character"),
+    "half a character in a template argument": (
+        {"messages": [USER, HELLO], "chat_template_kwargs": {"date": ["\ud800"]}},
+        "half of a character"),
     "reasoning of a wrong type": (
         {"messages": [USER, {**HELLO, "reasoning_content": ["no"]}]},
         "its reasoning_content is no text"),
@@ -143,6 +158,26 @@ TOKENS: dict[str, tuple[Any, str]] = {
         "input_ids is no list of integers",
     ),
     "fractions": ({"input_ids": [1.5, 2], "loss_mask": [0, 1]}, "input_ids is no list of integers"),
+    "truth values": (
+        {"input_ids": [True, False], "loss_mask": [0, 1]},
+        "input_ids is no list of integers",
+    ),
+    "an id that no tokenizer has": (
+        {"input_ids": [1, 1 << 31], "loss_mask": [0, 1]},
+        "above 2147483647",
+    ),
+    "several texts by position": (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 0]},
+        "its position_ids do not count up by one, as where a row packs several texts",
+    ),
+    "several texts by their numbers": (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "seq_idx": [0, 0, 1]},
+        "its seq_idx name several texts",
+    ),
+    "several texts by their lengths": (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "seq_lengths": [2, 1]},
+        "its seq_lengths names several texts",
+    ),
     "no tokens": ({"input_ids": [], "loss_mask": []}, "its input_ids are empty"),
     "negative ids": ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "below 0"),
     "no mask": ({"input_ids": [1, 2]}, "nothing says which tokens carry loss"),
@@ -181,6 +216,17 @@ def test_a_malformed_row_is_a_single_sentence(
     with pytest.raises(UserError, match=sentence) as caught:
         reader(path=str(path)).load_conversations()  # type: ignore[call-arg]
     assert str(caught.value).startswith(f"{path}, line 1") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [
+    {"input_ids": [1, 2], "loss_mask": [0, 0]}, {"input_ids": [1, 2], "labels": [-100, -100]},
+])  # fmt: skip
+def test_rows_without_loss_say_so(row: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing was cut, so no other length would help."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl: no token of it carries loss; see that"):
+        TokensReader(str(path)).make_dataset(make_template("base"))
 
 
 @pytest.mark.parametrize("roles", [[], ["system"], ["assistant"], ["user", "system"]], ids=str)
