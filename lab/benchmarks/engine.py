@@ -91,7 +91,7 @@ class EngineSizes:
     depth: int = 5
     chain: int = 3
     taus: tuple[float, ...] = (2.0, 4.0)
-    rounds: int = 4  # between two reads of the host
+    rounds: int = 2  # between two reads of the host
     repeats: int = 20
     new_tokens: int = 64  # of each answer that is compared
     conversations: tuple[int, int] = (4, 2048)  # of a training step: number, tokens each
@@ -301,8 +301,8 @@ class EngineBench(Bench):
 
     @property
     def max_emitted(self) -> int:
-        """The tokens that a sample between two reads can emit, and a few more."""
-        return (2 * self.sizes.rounds + 1) * (self.sizes.depth + 1)
+        """The tokens that a sample of two pauses can emit, and a few more."""
+        return (2 * engine.READS_PER_PAUSE * self.sizes.rounds + 1) * (self.sizes.depth + 1)
 
     def move_fixture(self, batch: int, prefix: int) -> None:
         """Make the fixture, and drop the engines of another one first, because their caches fill

@@ -284,6 +284,44 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
     assert_same_rounds(shallow, Greedy(), None, None, rounds)
 
 
+@pytest.mark.parametrize("drafter", [None, "eagle3"])
+def test_rounds_that_run_while_the_host_reads_change_nothing(
+    shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where graphs are replayed: a pause comes after many reads, no round runs once
+    all texts may have reached their limit, and after a stop token the rounds of two reads at most.
+    """
+    built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
+    builder = None if built is None else Chain(2)
+    monkeypatch.setattr(CapturedRunner, "reads_late", True)
+    assert_same_rounds(shallow, Greedy(), built, builder, 2)
+    assert_same_rounds(shallow, Greedy(), built, builder, 3)
+    launched = []
+    run = CapturedRunner.run_uncaptured_round
+
+    def count_round(engine: CapturedRunner, timer: RoundTimer) -> None:
+        launched.append(1)
+        run(engine, timer)
+
+    monkeypatch.setattr(CapturedRunner, "run_uncaptured_round", count_round)
+    engine = CapturedRunner(shallow, Greedy(), built, builder)
+    pauses: list[int] = []
+    (done,) = engine.decode(
+        PROMPTS[:1], 24, ignore_eos=True, on_round=lambda texts: pauses.append(len(launched))
+    )
+    assert len(launched) == len(done.round_lengths) or built is not None
+    # After prefill, and after rounds; the first round of a drafter reads the prompt.
+    assert len(pauses) <= 4 and max(b - a for a, b in zip(pauses, pauses[1:])) > 8
+    stop = done.output[9]
+    monkeypatch.setattr(Target, "stop_ids", frozenset({stop}))
+    launched.clear()
+    (stopped,) = engine.decode(PROMPTS[:1], 24)
+    (expected,) = decode(shallow, PROMPTS[:1], Greedy(), 24, built, builder)
+    assert list_facts([stopped]) == list_facts([expected]) and stopped.output[-1] == stop
+    unread = len(launched) - len(stopped.round_lengths)
+    assert 0 <= unread < 2 * engine.rounds_per_read
+
+
 @pytest.mark.sweep(1, free=("backend", "drafter", "builder", "models"))
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
