@@ -53,13 +53,15 @@ class CompileCases:
             worker.start()
         for worker in workers:
             worker.join(max(0.0, began + self.seconds - time.monotonic()))
-        late = [worker for worker in workers if worker.is_alive()]
-        for worker in late:
-            worker.kill()
-            worker.join()
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
         elapsed = time.monotonic() - began
+        unfinished = sum(worker.exitcode != 0 for worker in workers)
         print(
-            f"{self.processes} processes ran the cases in {elapsed:.0f} s; {len(late)} were ended"
+            f"{self.processes} processes ran the cases in {elapsed:.0f} s; {unfinished} of them "
+            "did not come to their end"
         )
 
 

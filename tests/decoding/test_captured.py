@@ -345,6 +345,21 @@ def test_compiled_rounds_equal_the_loop(
     """All layers of a model that run the same shape share one compilation, and nothing that is
     compiled is cut in two.
     """
+    assert_compiled_rounds(drafter, builder, models, backend)
+
+
+@pytest.mark.parametrize("builder", ["eagle2", "chain"])
+def test_compiled_rounds_without_kernels_of_a_cpu_equal_the_loop(
+    builder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU grows trees by code that the kernels of a CPU replace; it is not cut in two either."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
+    assert_compiled_rounds("eagle3 window", builder, 1, "eager")
+
+
+def assert_compiled_rounds(
+    drafter: str | None, builder: str | None, models: int, backend: str
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     target = cut_tiny(3)
