@@ -37,6 +37,9 @@ MODEL=${MODEL:-8b}
 END=$((SECONDS + ${LIMIT:-530})) # of kernels, engine and first
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET SPECTRAIN_KERNELS
+# Nothing is installed on that machine: the packages that online reads are where they are.
+for package in packages/*/; do PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/${package%/}"; done
+export PYTHONPATH
 mkdir -p "$OUT"
 
 # One command in up to three processes, until END: what ends one of them is noted in its file, and the next goes on.
