@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
 from spectrain.models.loading import load_hf
+from spectrain.models.sharding import _check_heads
 from spectrain.training.parallel.fsdp2 import find_blocks
 from tests import commands
 from tests.training import recorded, worker
@@ -299,6 +301,14 @@ def test_ranks_that_share_a_target_exchange_the_same(
     operation, calls = {"fsdp2": ("_allgather_base_", 3), "tensor": ("allreduce_", 6)}[target]
     count = len(records.select(operation))
     assert count >= calls * len(records.first["steps"])
+
+
+def test_a_head_is_not_cut() -> None:
+    """Two processes share two key-value heads, and eight cannot."""
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
+    _check_heads(config, 2)
+    with pytest.raises(UserError, match="8 processes cannot share the model's 2 key-value heads"):
+        _check_heads(config, recorded.NUM_RANKS)
 
 
 @pytest.mark.slow
