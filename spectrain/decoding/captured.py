@@ -283,7 +283,7 @@ class CapturedRunner:
     def _copy_log(self, rounds: int) -> LogCopy:
         context = self.state.context
         assert context.log is not None
-        return context.log.copy(rounds, context.active)
+        return context.log.start_copy(rounds, context.active)
 
     def run_uncaptured_round(self, timer: RoundTimer) -> None:
         """Run one round eagerly, without a graph."""

@@ -36,11 +36,11 @@ class RoundLog:
             rounds, batch, self.width + 4, dtype=torch.int64, device=path.device
         )
 
-    def copy(self, rounds: int, active: Tensor) -> LogCopy:
+    def start_copy(self, rounds: int, active: Tensor) -> LogCopy:
         """Start to copy the records of the rounds since the last copy, and which texts [B] are
         active, to the host, and let the next round write the first line. The host does not wait.
         """
-        lines, states = (_start_copy(tensor) for tensor in (self.lines[:rounds], active))
+        lines, states = (_copy_to_host(tensor) for tensor in (self.lines[:rounds], active))
         self.next_lines.zero_()
         event = None
         if active.device.type == "cuda":
@@ -49,7 +49,7 @@ class RoundLog:
         return LogCopy(lines, states, self.width, event)
 
 
-def _start_copy(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     is_gpu = tensor.device.type == "cuda"
     host = torch.empty_like(tensor, device="cpu", pin_memory=is_gpu)
     return host.copy_(tensor, non_blocking=True)

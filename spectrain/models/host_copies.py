@@ -59,25 +59,25 @@ def select_joined(parts: Sequence[Tensor], order: Tensor) -> Tensor:
     """Return the rows of parts [.., D] one below the other, in an order [R] that the host has and
     that names each row once. Every row is read and written once, and so is its gradient.
     """
-    places = on_host(order).argsort().split([len(part) for part in parts])
+    row_indices = on_host(order).argsort().split([len(part) for part in parts])
     device = parts[0].device
     joined: Tensor = _JoinedRows.apply(
-        len(order), [copy_to_device(rows, device) for rows in places], *parts
+        len(order), [copy_to_device(rows, device) for rows in row_indices], *parts
     )
     return joined
 
 
 class _JoinedRows(torch.autograd.Function):
-    """Writes the rows of each part to their places."""
+    """Writes the rows of each part to their rows of the result."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, places: list[Tensor], *parts: Tensor) -> Tensor:
-        ctx.places = places
+    def forward(ctx: Any, count: int, row_indices: list[Tensor], *parts: Tensor) -> Tensor:
+        ctx.row_indices = row_indices
         joined = parts[0].new_empty(count, *parts[0].shape[1:])
-        for rows, part in zip(places, parts):
+        for rows, part in zip(row_indices, parts):
             joined.index_copy_(0, rows, part)
         return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(grad.index_select(0, rows) for rows in ctx.places)
+        return None, None, *(grad.index_select(0, rows) for rows in ctx.row_indices)

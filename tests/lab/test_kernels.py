@@ -61,17 +61,17 @@ def all_names() -> set[str]:
 
 def test_processes_share_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case is run by one process, and one that fails does not end the others."""
-    seen: list[tuple[Any, ...]] = []
+    cases_run: list[tuple[Any, ...]] = []
 
     def record(*case: Any) -> None:
-        seen.append(case[:3])
+        cases_run.append(case[:3])
         raise RuntimeError
 
     monkeypatch.setattr(compile_cases, "check_case", record)
     for number in range(3):
         compile_cases.run_share(number, 3, toy=True)
     cases = [case for _, *case in correctness.iterate_cases(toy=True)]
-    assert len(seen) == len(cases) and all(seen.count(tuple(case)) == 1 for case in cases)
+    assert len(cases_run) == len(cases) and all(cases_run.count(tuple(case)) == 1 for case in cases)
 
 
 def test_toy_run_writes_every_row(results_path: Path) -> None:
