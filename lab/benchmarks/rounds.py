@@ -238,7 +238,7 @@ class ScriptedRun:
                 record.record_round(lines[0], seconds)
         return record
 
-    def sample_rounds(self, tau: float = 1.0, pauses: int = 2) -> RoundSample:
+    def sample_rounds(self, tau: float = 1.0, pauses: int = 1) -> RoundSample:
         """Run some rounds from the prefix on, timed as decoding is."""
         self.reset(tau)
         start = time.perf_counter()
