@@ -21,7 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 from spectrain.models.head import Head
-from spectrain.models.host_copies import copy_to_device, on_host, select_rows
+from spectrain.models.host_copies import copy_to_device, on_host, select_joined, select_rows
 from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
@@ -314,12 +314,12 @@ class Supervision:
         """
         label_index, order, step = self.join_steps(len(states))
         loss, correct = self.judge_states(
-            torch.cat(states).index_select(0, order), lm_head, label_index, decay**step
+            select_joined(states, order), lm_head, label_index, decay**step
         )
         terms = {self.drafter.divergence: loss}
         if self.draft_term is not None:
             terms[self.draft_term.name] = self.draft_term.loss(
-                torch.cat(states).index_select(0, order), lm_head, label_index, step
+                select_joined(states, order), lm_head, label_index, step
             )
         return Losses.by_depth(terms, correct, step, num_steps)
 
