@@ -119,13 +119,16 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
 
     Null stands for a default. A list has a value for every layer, as of models whose layers differ.
     """
+    window = config.get("sliding_window")
+    if isinstance(window, (dict, list)):
+        raise UserError(
+            f"{path}: sliding_window={str(window)[:100]}: use one whole number; copy the file again"
+        )
     for key, value in iterate_settings(config):
         remedy = None
         if key in TEXTS and not isinstance(value, str | None):
             remedy = "use a text"
-        if key == "sliding_window" and isinstance(value, list):
-            remedy = "use one whole number"
-        elif key in limits:
+        if key in limits:
             remedy = find_wrong_size(value, limits[key], least=1 if key in LEAST_ONE else 0)
         elif key in NORM_EPSILONS and value is not None and not is_number(value, MAX_EPSILON):
             remedy = f"use a number above 0 that is {MAX_EPSILON} or less"
