@@ -105,14 +105,19 @@ def judge_rows(
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
     """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later
-    lookups would fail.
+    lookups would fail, if two drafts are one token, or if t2d marks other tokens than d2t names.
     """
     ids = drafter.draft_ids
-    if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
-        raise UserError(
-            f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the "
-            "drafter's files again"
-        )
+    size = len(drafter.t2d)
+    fault = None
+    if bool(((ids < 0) | (ids >= size)).any()):
+        fault = f"d2t: some ids are not among the target's {size} tokens"
+    elif len(ids.unique()) < len(ids):
+        fault = "d2t: two of its drafts are the same token"
+    elif int(drafter.t2d.sum()) != len(ids) or not bool(drafter.t2d[ids].all()):
+        fault = "t2d: it marks other tokens than those that d2t maps drafts to"
+    if fault is not None:
+        raise UserError(f"{fault}; copy the drafter's files again")
 
 
 class HeadsCost(DraftingCost):
