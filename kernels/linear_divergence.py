@@ -447,7 +447,7 @@ class _LinearDivergence(torch.autograd.Function):
         best, labels = (
             torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2)
         )
-        hidden_grad = torch.zeros_like(hidden) if needs_grad[0] else None
+        hidden_grad = torch.empty_like(hidden) if needs_grad[0] else None
         weight_grad: Tensor | None = None
         bias_grad = (
             torch.zeros_like(bias, dtype=wide_dtype) if bias is not None and needs_grad[2] else None
@@ -463,7 +463,7 @@ class _LinearDivergence(torch.autograd.Function):
             loss += losses.sum()
             if hidden_grad is not None:
                 # the products are their gradients now
-                hidden_grad[rows] = fast_linear(product, w.t())
+                _write_product(hidden_grad[rows], product, w)
             if needs_grad[1]:
                 weight_grad = _add_product(weight_grad, product, h, wide_dtype)
             if bias_grad is not None:
@@ -486,6 +486,14 @@ class _LinearDivergence(torch.autograd.Function):
                 "forward pass"
             )
         return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write left right to `out`; on a GPU without a copy where their types agree."""
+    if left.device.type != "cpu" and out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(fast_linear(left, right.t()))
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,10 +10,10 @@
 #   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh bench|train|score
 #   TARGET=DIR OUT=lab/results bash scripts/gpu_check.sh scale [toy]
 #
-# first runs, one after another, what only a card can tell: every kernel against float64, captured rounds against the loop, the
-# table of tree attention, rounds of one text at 135M, 1.5B and 8B, a training step, the fused losses, rounds of several texts,
-# and the search for better tiles. It ends after 530 seconds, and the same call again goes on where it ended. It needs torch,
-# triton, rich, transformers and peft alone; a test refuses every other package.
+# first compiles kernels, by 12 processes at once, and runs, one after another, what only a card can tell: every kernel against
+# float64, captured rounds against the loop, the table of tree attention, rounds of one text at 135M, 1.5B and 8B, a training
+# step, the fused losses, rounds of several texts, and the search for better tiles. It ends after 530 seconds, and the same call
+# again goes on where it ended. It needs torch, triton, rich, transformers and peft alone; a test refuses every other package.
 # kernels, without a name all five, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
 # is left; the same call again goes on. So does engine, with $OUT/engine.json (engine-1.5b.json for MODEL=1.5b), 6 minutes and
 # what the last row takes. Each row is written as soon as it is measured. With toy they take seconds, on any machine, to see
@@ -37,6 +37,9 @@ MODEL=${MODEL:-8b}
 END=$((SECONDS + ${LIMIT:-530})) # of kernels, engine and first
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET SPECTRAIN_KERNELS
+# Nothing is installed on that machine: the packages that online reads are where they are.
+for package in packages/*/; do PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/${package%/}"; done
+export PYTHONPATH
 mkdir -p "$OUT"
 
 # One command in up to three processes, until END: what ends one of them is noted in its file, and the next goes on.
@@ -82,6 +85,7 @@ engine() {
 # A part that fails leaves its rows, and the next one runs.
 first() {
   local code=0
+  next_part compile "$@" || code=$?
   next_part kernels correctness "$@" || code=$?
   next_part engine identity "$@" || code=$?
   next_part kernels table "$@" || code=$?
@@ -94,6 +98,13 @@ first() {
   next_part engine counts "$@" || code=$?
   next_part kernels tuning "$@" || code=$?
   return "$code"
+}
+
+# The kernels of the correctness cases, by many processes at once, before the first of them is measured.
+compile() {
+  local out="$OUT/kernels.json" small=()
+  if [ "${1:-}" = toy ]; then out="$OUT/kernels-toy.json" small=(processes=2 toy=true); fi
+  [ -e "$out" ] || "$PYTHON" -m lab.benchmarks.compile_cases "${small[@]}"
 }
 
 # A part, if there is time to begin it.

@@ -91,8 +91,8 @@ class EngineSizes:
     depth: int = 5
     chain: int = 3
     taus: tuple[float, ...] = (2.0, 4.0)
-    rounds: int = 4  # between two reads of the host
-    repeats: int = 20
+    rounds: int = 2  # between two reads of the host
+    repeats: int = 10  # samples of 16 rounds, which a pause ends
     new_tokens: int = 64  # of each answer that is compared
     conversations: tuple[int, int] = (4, 2048)  # of a training step: number, tokens each
 
@@ -301,8 +301,8 @@ class EngineBench(Bench):
 
     @property
     def max_emitted(self) -> int:
-        """The tokens that a sample between two reads can emit, and a few more."""
-        return (2 * self.sizes.rounds + 1) * (self.sizes.depth + 1)
+        """The tokens that a sample up to a pause can emit, and a few more."""
+        return (engine.READS_PER_PAUSE * self.sizes.rounds + 1) * (self.sizes.depth + 1)
 
     def move_fixture(self, batch: int, prefix: int) -> None:
         """Make the fixture, and drop the engines of another one first, because their caches fill
@@ -408,7 +408,7 @@ class EngineBench(Bench):
                 fixture, self.sizes.rounds, *self.select_drafter(name, self.target_and_drafter[1])
             )
             works[f"{name}, eager"] = ScriptedRun(maker("eager"), fixture).sample_rounds
-        samples = sample_shuffled(works, max(2, self.sizes.repeats // 4))
+        samples = sample_shuffled(works, max(2, self.sizes.repeats // 2))
         row = self.common_fields(samples, names)
         row["times_ours"] = {
             name: median(

@@ -230,19 +230,19 @@ class ScriptedRun:
             context.log.next_lines.zero_()
         synchronize_device(self.engine.target.device)
 
-    def _run_rounds(self, reads: int = 1) -> Generation:
-        """Run until the host has read the log `reads` times; return what the first row recorded."""
+    def _run_rounds(self, pauses: int = 1) -> Generation:
+        """Run until the host has paused a number of times; return what the first row recorded."""
         record = Generation([0], batch_size=self.fixture.batch)
-        for _ in range(reads):
+        for _ in range(pauses):
             for lines, seconds in self.engine.run_rounds(UNLIMITED_TOKENS):
                 record.record_round(lines[0], seconds)
         return record
 
-    def sample_rounds(self, tau: float = 1.0, reads: int = 2) -> RoundSample:
+    def sample_rounds(self, tau: float = 1.0, pauses: int = 1) -> RoundSample:
         """Run some rounds from the prefix on, timed as decoding is."""
         self.reset(tau)
         start = time.perf_counter()
-        record = self._run_rounds(reads)
+        record = self._run_rounds(pauses)
         rounds = len(record.round_lengths)
         seconds = (time.perf_counter() - start) / rounds
         parts = {

@@ -58,6 +58,13 @@ OPTIMIZER_BYTES = {
 """Bytes that AdamW moves for a weight in float32, by how it is computed."""
 BETWEEN = ("norms, residuals, gate, embedding", "rotation and later keys")
 """Counted parts of draft steps between their products."""
+aten = torch.ops.aten
+SUMS = (aten.addmm, aten.addmm_)
+"""Products that are added to something."""
+ROWS = (aten.embedding, aten.index_copy_)
+"""Operations that read or write chosen rows."""
+FILLS = (aten.zeros_like, aten.new_zeros)
+"""Operations that do not read what they are given."""
 CLIP_BYTES = 4 + 8
 """Bytes of a gradient's norm and of its scaling."""
 CAST_BYTES = 4 + 2 + 2 + 4
@@ -288,30 +295,23 @@ class PartCounter(TorchDispatchMode):
         if not any(tensor.device == self.device for tensor in (*inputs, *outputs)):
             return out
         packet = func._overloadpacket
-        if packet is torch.ops.aten.embedding:
-            # It reads the rows that it writes, and no others.
-            self.bytes[BETWEEN[0]] += 2 * count_bytes(outputs[0]) + count_bytes(inputs[1])
-            return out
         part = self._find_part(packet, [*inputs, *outputs])
-        if packet is torch.ops.aten.addmm:
-            # torch's formula knows no sum in another type.
+        if packet in SUMS:
+            # torch's formula knows no sum in another type, and none in place.
             left, right = inputs[-2:] if len(inputs) == 3 else inputs[1:3]
             self.flops[part] += 2 * left.numel() * right.shape[-1]
         elif packet in flop_registry:
             self.flops[part] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        read = {tensor.untyped_storage()._cdata: tensor for tensor in inputs}
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in read]
-        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if (made or writes) and func.name().split(".")[0] not in SILENT:
-            written = made or outputs
-            self.bytes[part] += sum(map(count_bytes, [*read.values(), *written]))
+        self.bytes[part] += moved_bytes(func, args, inputs, outputs)
         return out
 
     def _find_part(self, packet: Any, tensors: list[Tensor]) -> str:
+        if packet is aten.embedding:
+            return BETWEEN[0]
         if any(self.vocabularies & {*tensor.shape} for tensor in tensors if tensor.dim() == 2):
             return "output layer and loss"
         modules = ".".join(self.tracker.parents)
-        is_product = packet in flop_registry
+        is_product = packet in flop_registry or packet in SUMS
         if "attention" in str(packet):
             return "attention"
         if "self_attn" in modules:
@@ -321,6 +321,32 @@ class PartCounter(TorchDispatchMode):
         if is_product:
             return "fc"
         return BETWEEN[0]
+
+
+def moved_bytes(func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes that an operation reads and writes. Parts of one tensor are different
+    tensors; an operation that writes to its input does not read it, unless it adds to it.
+    """
+    packet = func._overloadpacket
+    if packet in ROWS or (packet is aten.index_select and args[1] == 0):
+        # It reads and writes these rows, and no others.
+        rows = inputs[-1] if packet is aten.index_copy_ else outputs[0]
+        return 2 * count_bytes(rows) + count_bytes(inputs[1])
+    if packet in FILLS:
+        return sum(map(count_bytes, outputs))
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in storages]
+    writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+    if not (made or writes) or func.name().split(".")[0] in SILENT:
+        return 0
+    operands = inputs[1:] if packet is aten.copy_ else inputs
+    if func.name().endswith(".out"):
+        operands = [tensor for tensor in inputs if all(tensor is not out for out in outputs)]
+    read = {
+        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape): tensor
+        for tensor in operands
+    }
+    return sum(map(count_bytes, [*read.values(), *(made or outputs)]))
 
 
 def count_bytes(tensor: Tensor) -> int:

@@ -53,13 +53,13 @@ python -m lab.benchmarks.systems
 python -m lab.benchmarks.measure_ways
 python -m lab.benchmarks.equal_data
 ```"""
-NAMES = """The surveys behind this project name {count} systems. {works} of them work here and
-{part} in part. {out} do not belong in a project that trains and scores drafters: hardware,
-schedules of servers, models of other kinds, surveys. Names that belong here and are not built:
-{absent}. A name that works in part says what is missing. The tables stand in the surveys' order and
-words. Their last columns hold tokens per forward and the speed relative to decoding without a
-drafter, on tiny and on [a 1.5B coder](#on-a-target-on-which-drafting-can-pay), or why nothing was
-measured there; tokens alone are of a chain of 4 after the same training. *Its row* is in the tables
+NAMES = """The surveys behind this project name {count} systems. {works} of them work here, {part}
+work in part, and {absent} that belong here are missing. The other {out} do not belong in a project
+that trains and scores drafters: hardware, schedules of servers, models of other kinds, surveys. A
+name that works in part says what is missing. The tables stand in the surveys' order and words.
+Their last columns hold tokens per forward and the speed relative to decoding without a drafter, on
+tiny and on [a 1.5B coder](#on-a-target-on-which-drafting-can-pay), or why nothing was measured
+there; tokens alone are of a chain of 4 after the same training. *Its row* is in the tables
 above."""
 OTHERS = """Names that the surveys do not have."""
 EQUAL_DATA = "[at equal data](results/families.md#{})"

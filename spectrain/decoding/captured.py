@@ -50,9 +50,10 @@ from .loop import (
     run_round,
     slots_per_round,
 )
-from .static_rounds import BatchState, RoundTimer, StaticContext
+from .static_rounds import BatchState, LogCopy, RoundTimer, StaticContext
 
 WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, which load kernels
+READS_PER_PAUSE = 8  # of a GPU, which waits for the host once in a pause
 MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
 # What a further batch size needs besides its cache, as a multiple of the cache.
 SPARE_MEMORY = 1.25
@@ -104,7 +105,8 @@ class CapturedRunner:
     size.
 
     The host reads every `rounds_per_read` rounds, or as soon as all texts may have reached their
-    limit. On a GPU, layers and a drafter that runs no model are compiled by a `backend` of
+    limit. A GPU runs the next rounds meanwhile, and pauses after every `READS_PER_PAUSE` reads. On
+    a GPU, layers and a drafter that runs no model are compiled by a `backend` of
     torch.compile; None compiles nothing. Graphs hold the addresses of weights, which may be written
     to but not replaced, as a change of dtype or merged adapters would do.
     """
@@ -115,7 +117,7 @@ class CapturedRunner:
         rule: AcceptanceRule,
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
-        rounds_per_read: int = 4,
+        rounds_per_read: int = 2,
         backend: str | None = "auto",
     ) -> None:
         reason = capture_blocker(target, rule, drafter, builder)
@@ -222,14 +224,22 @@ class CapturedRunner:
         return self.state
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
-        """Run rounds up to the next read. Rounds that emitted tokens share the time that belongs
+        """Run rounds up to the next pause. Rounds that emitted tokens share the time that belongs
         to no part.
         """
         start = time.perf_counter()
         timer = RoundTimer(self.target.device)
-        count = self._advance_rounds(timer, tokens_left)
-        assert self.state.context.log is not None
-        records_by_round = self.state.context.log.read(count)
+        copies = [self._advance_rounds(timer, tokens_left)]
+        # No round is under way where this returns: another runner's time would be that of both.
+        while self.reads_late and len(copies) < READS_PER_PAUSE:
+            # In every round an active text emits a token.
+            tokens_left -= len(copies[-1].lines)
+            if tokens_left <= 0:
+                break
+            copies.append(self._advance_rounds(timer, tokens_left))
+            if not copies[-2].is_any_active:
+                break
+        records_by_round = [records for copy in copies for records in copy.read()]
         rounds = [
             (records, seconds)
             for records, seconds in zip(records_by_round, timer.read_seconds())
@@ -242,8 +252,13 @@ class CapturedRunner:
             seconds[ROUND_PARTS[-1]] = other_seconds / len(rounds)
         return rounds
 
-    def _advance_rounds(self, timer: RoundTimer, tokens_left: int) -> int:
-        """Run rounds up to the next read and return their number; a text may emit at most
+    @property
+    def reads_late(self) -> bool:
+        """Tell whether rounds run while the host reads those before them: replayed graphs do."""
+        return bool(self.state.graphs)
+
+    def _advance_rounds(self, timer: RoundTimer, tokens_left: int) -> LogCopy:
+        """Start rounds up to the next read, and a copy of what they did; a text may emit at most
         `tokens_left` further tokens.
         """
         state = self.state
@@ -252,7 +267,7 @@ class CapturedRunner:
         )
         if is_first:  # it drafts from the prompt, so it has other shapes
             self.run_uncaptured_round(timer)
-            return 1
+            return self._copy_log(1)
         if (
             self.target.device.type == "cuda"
             and not state.graphs
@@ -263,7 +278,12 @@ class CapturedRunner:
         count = max(1, min(self.rounds_per_read, -(-tokens_left // state.context.log.width)))
         for _ in range(count):
             self._replay_graphs(timer) if state.graphs else self.run_uncaptured_round(timer)
-        return count
+        return self._copy_log(count)
+
+    def _copy_log(self, rounds: int) -> LogCopy:
+        context = self.state.context
+        assert context.log is not None
+        return context.log.start_copy(rounds, context.active)
 
     def run_uncaptured_round(self, timer: RoundTimer) -> None:
         """Run one round eagerly, without a graph."""

@@ -36,18 +36,53 @@ class RoundLog:
             rounds, batch, self.width + 4, dtype=torch.int64, device=path.device
         )
 
-    def read(self, rounds: int) -> list[list[RoundRecord]]:
-        """Return the records of the rounds since the last read, by row. Only here does the host
-        wait for the device.
+    def start_copy(self, rounds: int, active: Tensor) -> LogCopy:
+        """Start to copy the records of the rounds since the last copy, and which texts [B] are
+        active, to the host, and let the next round write the first line. The host does not wait.
         """
-        records = self.lines[:rounds].tolist()
+        lines, states = (_copy_to_host(tensor) for tensor in (self.lines[:rounds], active))
         self.next_lines.zero_()
+        event = None
+        if active.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return LogCopy(lines, states, self.width, event)
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    is_gpu = tensor.device.type == "cuda"
+    host = torch.empty_like(tensor, device="cpu", pin_memory=is_gpu)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass
+class LogCopy:
+    """Records of rounds [R, B, P + 4] that are on their way to the host, and whether texts [B] are
+    active after them."""
+
+    lines: Tensor
+    active: Tensor
+    width: int
+    # Of a GPU: it is reached once both are there.
+    event: Any
+
+    @property
+    def is_any_active(self) -> bool:
+        """Tell whether a text is active after these rounds; the host waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.active.any())
+
+    def read(self) -> list[list[RoundRecord]]:
+        """Return the records of the rounds, by row; the host waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
         return [
             [
                 RoundRecord(record[: record[self.width]], *record[self.width + 1 :])
                 for record in rows
             ]
-            for rows in records
+            for rows in self.lines.tolist()
         ]
 
 
@@ -58,7 +93,7 @@ class StaticContext(Context):
     """
 
     keeps_features: bool = True  # whether a drafter reads them
-    rounds_per_read: int = 4  # lines of the log
+    rounds_per_read: int = 2  # lines of the log
     log: RoundLog | None = None  # made in the first round, whose width it needs
     # committed features [B, P] and the number of valid ones [B]
     feature_buffers: tuple[Features, Tensor] | None = None

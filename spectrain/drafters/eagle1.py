@@ -23,7 +23,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
-from spectrain.models.host_copies import on_host, select_rows
+from spectrain.models.host_copies import on_host, select_joined, select_rows
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
@@ -184,7 +184,7 @@ class Eagle1(FeatureLayerDrafter):
     ) -> Losses:
         """Compute the losses of the features of every step's supervised indices together."""
         label_index, order, step = supervision.join_steps(len(states_by_step))
-        hidden = torch.cat(states_by_step).index_select(0, order)
+        hidden = select_joined(states_by_step, order)
         weight = self.step_decay**step
         labels = select_rows(final, on_host(supervision.row_index) >= 0)
         features = labels.to(hidden.dtype)[label_index]

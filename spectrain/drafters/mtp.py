@@ -26,6 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.cache_types import AttentionOptions
+from spectrain.models.host_copies import select_joined
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.weight_block import BlockLinear
@@ -183,7 +184,7 @@ class Mtp(FeatureLayerDrafter):
     def _judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """Compute the losses of the states of every step's supervised indices together."""
         label_index, order, step = supervision.join_steps(len(states))
-        hidden = torch.cat(states).index_select(0, order)
+        hidden = select_joined(states, order)
         weight = self.step_decay**step / sum(
             self.step_decay**number for number in range(self.num_steps)
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spectrain.data.image_processor import Images
 from spectrain.errors import UserError
@@ -47,11 +48,13 @@ def check_exact(target: Target) -> None:
     tokens = _sample_tokens(target)
     layers = _checked_layers(target)
     keeps_state = target.architecture.keeps_state
+    check_weights(target)
     with explain_incompatibility(target.name), reference_model(target) as model:
         # Requesting output_hidden_states would leave hooks in the model.
         with target.capture_layers(layers) as captured:
             logits = model(input_ids=tokens, use_cache=False).logits.float()
         stepped = _stepwise_logits(model, tokens, target) if keeps_state else logits
+    check_varied(target, logits)
     reference = ReferenceOutput(tokens, logits, stepped, layers, captured)
     limit = MAX_GAP.get(target.dtype, MAX_GAP_HALF)
     if keeps_state:
@@ -68,15 +71,43 @@ def check_exact(target: Target) -> None:
                 )
 
 
+def check_weights(target: Target) -> None:
+    """Raise UserError for a weight that holds NaN or infinity, also where the sample text does not
+    reach it, as in the row of a rare token or in an expert.
+    """
+    for name, weight in target.model.named_parameters():
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        # Tensors of quantizers have classes of their own.
+        is_plain = type(own) in (Tensor, nn.Parameter) and not own.is_meta
+        if not is_plain or not own.is_floating_point() or own.itemsize == 1:
+            continue
+        # A sum is one pass without memory; one of large numbers may overflow.
+        if not own.sum().isfinite() and not own.isfinite().all():
+            raise UserError(
+                f"target {target.name}: its weight {name} holds NaN or infinity; copy its files "
+                "again"
+            )
+
+
+def check_varied(target: Target, logits: Tensor) -> None:
+    """Raise UserError where all tokens have the same logit everywhere, as where a loader filled
+    weights that it did not find with zeros.
+    """
+    if (logits == logits[..., :1]).all():
+        named = target.model.named_parameters()
+        weight = next((name for name, p in named if not p.any()), None)
+        cause = "" if weight is None else f", and its weight {weight} is zero throughout"
+        raise UserError(
+            f"target {target.name}: it gives every token the same logit{cause}; copy its files "
+            "again, or use another target"
+        )
+
+
 def describe_not_finite(target: Target, output: str) -> str:
-    """Name the first weight that holds NaN or infinity, for which an output is no number."""
-    named = target.model.named_parameters()
-    weight = next((name for name, p in named if not p.isfinite().all()), None)
-    if weight is None:
-        dtype = str(target.dtype).removeprefix("torch.")
-        remedy = "" if target.dtype == torch.float32 else "target.dtype=float32, or "
-        return f"its {output} are not finite in {dtype}; use {remedy}another target"
-    return f"its weight {weight} holds NaN or infinity; copy its files again"
+    """Describe an output that is no number although all weights are."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    remedy = "" if target.dtype == torch.float32 else "target.dtype=float32, or "
+    return f"its {output} are not finite in {dtype}; use {remedy}another target"
 
 
 def _set_path_policy(target: Target, policy: PathPolicy) -> None:

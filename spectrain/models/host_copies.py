@@ -7,6 +7,9 @@ training step. Shapes: B batch, T tokens, R chosen rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,3 +53,31 @@ def select_rows(values: Tensor, chosen: Tensor) -> Tensor:
     """
     rows = chosen_rows(chosen, values.device)
     return values.flatten(0, chosen.dim() - 1).index_select(0, rows)
+
+
+def select_joined(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Return the rows of parts [.., D] one below the other, in an order [R] that the host has and
+    that names each row once. Every row is read and written once, and so is its gradient.
+    """
+    row_indices = on_host(order).argsort().split([len(part) for part in parts])
+    device = parts[0].device
+    joined: Tensor = _JoinedRows.apply(
+        len(order), [copy_to_device(rows, device) for rows in row_indices], *parts
+    )
+    return joined
+
+
+class _JoinedRows(torch.autograd.Function):
+    """Writes the rows of each part to their rows of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, row_indices: list[Tensor], *parts: Tensor) -> Tensor:
+        ctx.row_indices = row_indices
+        joined = parts[0].new_empty(count, *parts[0].shape[1:])
+        for rows, part in zip(row_indices, parts):
+            joined.index_copy_(0, rows, part)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad.index_select(0, rows) for rows in ctx.row_indices)

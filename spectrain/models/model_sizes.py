@@ -2,6 +2,7 @@
 by them.
 """
 
+import codecs
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ MAX_SIZES = {
     "medusa_num_heads": 64, "intermediate_size": 1 << 24,
     "vocab_size": 10_000_000,
     "n_routed_experts": 1 << 16, "num_heads": 1 << 16, "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
 }  # fmt: skip
 # Sizes of which a model has one at least; of the others, as of experts, some have none.
 LEAST_ONE = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers",
@@ -52,6 +54,15 @@ NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_e
 MAX_EPSILON = 0.01
 
 # Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
+# Files of settings that transformers reads beside config.json. It does not name the one that it
+# cannot read, and passes over a generation_config.json, whose stop tokens then are not known.
+SETTINGS_FILES = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "adapter_config.json",
+)
 TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 MAX_TEXT_BYTES = 200_000_000
 
@@ -62,13 +73,30 @@ def check_model_directory(directory: Path) -> None:
     if not directory.is_dir():
         return
     refuse_odd_files(directory)
+    for name in SETTINGS_FILES:
+        if (directory / name).is_file():
+            read_settings(directory / name)
     check_tokenizer_file(directory / "tokenizer.json")
     path = directory / "config.json"
     if path.exists():
-        config = read_json_object(path)
+        config = read_settings(path)
         check_sizes(config, path)
         check_named_sizes(config, path)
         check_embeddings(config, path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a JSON file that transformers reads, too; raise a UserError for a
+    byte-order mark, which it does not know.
+    """
+    settings = read_json_object(path)
+    with path.open("rb") as file:
+        if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            raise UserError(
+                f"{path}: it begins with a byte-order mark, which transformers cannot read; save "
+                "it as UTF-8 without one"
+            )
+    return settings
 
 
 def refuse_odd_files(directory: Path) -> None:
@@ -91,6 +119,11 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
 
     Null stands for a default. A list has a value for every layer, as of models whose layers differ.
     """
+    window = config.get("sliding_window")
+    if isinstance(window, (dict, list)):
+        raise UserError(
+            f"{path}: sliding_window={str(window)[:100]}: use one whole number; copy the file again"
+        )
     for key, value in iterate_settings(config):
         remedy = None
         if key in TEXTS and not isinstance(value, str | None):

@@ -5,7 +5,8 @@ transformers fills weights that a checkpoint lacks, or has in another shape, wit
 and logs a report of them. Here such a checkpoint is refused by the name of its first such weight,
 without the report. Tied weights and buffers that no checkpoint holds may be absent, and weights
 that the model does not have are no fault: they are those of a vision tower or of layers for
-drafting. A whole layer like the others is one: by its config.json the model would run without it.
+drafting. A whole layer like the others is one, and so is a bias of a module: by its config.json the
+model would run without it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             or describe_reported_fault(reports)
             or describe_left_out_layer(info["unexpected_keys"], network)
             or describe_unread_quantization(files, info["unexpected_keys"])
+            or describe_left_out_bias(files, info["unexpected_keys"], network)
         )
         if fault is not None:
             reports.clear()
@@ -174,6 +176,29 @@ def describe_unread_quantization(
                 dtype = tensors.get_slice(name).get_dtype()
                 if name.endswith(".weight") and not dtype.startswith(REAL_DTYPES):
                     return f"{name} holds no real numbers ({dtype}) in its files"
+    return None
+
+
+def describe_left_out_bias(
+    files: Collection[Path], unexpected: Collection[str], network: nn.Module
+) -> str | None:
+    """Describe the first bias of the files that a module of the model lacks, as where config.json
+    names another class; None where there is none. Zeros change nothing.
+    """
+    own_names = network.state_dict().keys()
+    biases = {
+        name
+        for name in unexpected
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in own_names
+    }
+    for file in files if biases else ():
+        with open_tensors(file, "copy the file again") as tensors:
+            for name in sorted(biases.intersection(tensors.keys())):
+                if tensors.get_tensor(name).any():
+                    return (
+                        f"{name} is among its weights, and by its config.json the model has no "
+                        "such bias"
+                    )
     return None
 
 

@@ -69,6 +69,7 @@ def _load_tensor_parallel(
     # The output layer is not split.
     headless: Any = type(model_class.__name__, (model_class,), {"_tp_plan": {}})
     count = dist.get_world_size()
+    _check_heads(config.get_text_config(), count)
     try:
         plan = DistributedConfig(tp_size=count)
         network: nn.Module = load_pretrained(
@@ -89,6 +90,18 @@ def _load_tensor_parallel(
             setattr(head, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
     _check_sharded(network)
     return network
+
+
+def _check_heads(config: Any, count: int) -> None:
+    """Raise UserError where the plan for a model would give a process part of a key-value head."""
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    is_cut = any(name.endswith("k_proj") and kind == "colwise" for name, kind in plan.items())
+    heads = getattr(config, "num_key_value_heads", None)
+    if is_cut and heads and heads % count:
+        raise UserError(
+            f"target.sharding=tensor: {count} processes cannot share the model's {heads} key-value "
+            "heads equally; start as many as divide them, or use fsdp2"
+        )
 
 
 def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:

@@ -284,6 +284,44 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
     assert_same_rounds(shallow, Greedy(), None, None, rounds)
 
 
+@pytest.mark.parametrize("drafter", [None, "eagle3"])
+def test_rounds_that_run_while_the_host_reads_change_nothing(
+    shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where graphs are replayed: a pause comes after many reads, no round runs once
+    all texts may have reached their limit, and after a stop token the rounds of two reads at most.
+    """
+    built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
+    builder = None if built is None else Chain(2)
+    monkeypatch.setattr(CapturedRunner, "reads_late", True)
+    assert_same_rounds(shallow, Greedy(), built, builder, 2)
+    assert_same_rounds(shallow, Greedy(), built, builder, 3)
+    launched = []
+    run = CapturedRunner.run_uncaptured_round
+
+    def count_round(engine: CapturedRunner, timer: RoundTimer) -> None:
+        launched.append(1)
+        run(engine, timer)
+
+    monkeypatch.setattr(CapturedRunner, "run_uncaptured_round", count_round)
+    engine = CapturedRunner(shallow, Greedy(), built, builder)
+    pauses: list[int] = []
+    (done,) = engine.decode(
+        PROMPTS[:1], 24, ignore_eos=True, on_round=lambda texts: pauses.append(len(launched))
+    )
+    assert len(launched) == len(done.round_lengths) or built is not None
+    # After prefill, and after rounds; the first round of a drafter reads the prompt.
+    assert len(pauses) <= 4 and max(b - a for a, b in zip(pauses, pauses[1:])) > 8
+    stop = done.output[9]
+    monkeypatch.setattr(Target, "stop_ids", frozenset({stop}))
+    launched.clear()
+    (stopped,) = engine.decode(PROMPTS[:1], 24)
+    (expected,) = decode(shallow, PROMPTS[:1], Greedy(), 24, built, builder)
+    assert list_facts([stopped]) == list_facts([expected]) and stopped.output[-1] == stop
+    unread = len(launched) - len(stopped.round_lengths)
+    assert 0 <= unread < 2 * engine.rounds_per_read
+
+
 @pytest.mark.sweep(1, free=("backend", "drafter", "builder", "models"))
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -307,6 +345,21 @@ def test_compiled_rounds_equal_the_loop(
     """All layers of a model that run the same shape share one compilation, and nothing that is
     compiled is cut in two.
     """
+    assert_compiled_rounds(drafter, builder, models, backend)
+
+
+@pytest.mark.parametrize("builder", ["eagle2", "chain"])
+def test_compiled_rounds_without_kernels_of_a_cpu_equal_the_loop(
+    builder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU grows trees by code that the kernels of a CPU replace; it is not cut in two either."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
+    assert_compiled_rounds("eagle3 window", builder, 1, "eager")
+
+
+def assert_compiled_rounds(
+    drafter: str | None, builder: str | None, models: int, backend: str
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     target = cut_tiny(3)

@@ -323,6 +323,9 @@ def test_what_transformers_saves_names_its_sizes(names: list[str]) -> None:
         ({"num_key_value_heads": 5}, "=32 is no multiple of num_key_value_heads=5"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"sliding_window": "4"}, "sliding_window=4: use a whole number from 0 to 1073741824"),
+        ({"sliding_window": [1]}, r"sliding_window=\[1\]: use one whole number"),
+        ({"sliding_window": {"a": 1}}, "sliding_window=.*: use one whole number"),
         ({"vocab_size": None}, "vocab_size is missing"),
         (
             {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 99},

@@ -221,7 +221,7 @@ def test_rounds_follow_the_script(name: str, most: int) -> None:
     run = make_run(drafter, builders[name])
     for tau in (1.0, 2.0, 2.5, float(most)):
         run.reset(tau)
-        assert run._run_rounds(reads=3).round_lengths == split_evenly(tau, 6)
+        assert run._run_rounds(pauses=3).round_lengths == split_evenly(tau, 6)
         assert (run.state.context.cache.lengths == 50 + sum(split_evenly(tau, 6))).all()
         assert run.sample_rounds(tau).tau == tau
 

@@ -27,6 +27,7 @@ run=runs/eagle3 name=
 for word in "$@"; do
   case $word in run=*) run=${word#run=} ;; eval.name=*) name=${word#eval.name=} ;; esac
 done
+echo "$PYTHONPATH" > "$OUT/path"
 case "$*" in
   *" eval "*) mkdir -p "$run/eval/$name" && echo '{}' > "$run/eval/$name/summary.json" ;;
   *" train "*) mkdir -p "$run" && echo '{}' > "$run/metrics.jsonl" ;;
@@ -120,6 +121,9 @@ def test_every_line_of_the_script_runs(image_environment: dict[str, str], tmp_pa
     quick = {**image_environment, "PYTHON": str(stand_in), "TARGET": "target", "RUNS": runs}
     for words in ("online toy", "families", "train", "score", "bench", "scale toy"):
         assert run_script(words.split(), quick, trace) == 0, words
+    # Nothing is installed there, so every package is read from its folder.
+    read_folders = (out / "path").read_text().strip().split(":")
+    assert {str(path) for path in (ROOT / "packages").iterdir() if path.is_dir()} <= {*read_folders}
     for words in ("engine", "nothing"):
         assert run_script([words], quick, trace) == 2, words
     assert run_script(["families"], {**quick, "RUNS": ""}, trace) == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.benchmarks import attention, correctness, kernel_table, kernels, measure
+from lab.benchmarks import attention, compile_cases, correctness, kernel_table, kernels, measure
 from lab.benchmarks.attention import (
     H200_CEILINGS,
     AttentionCell,
@@ -57,6 +57,21 @@ def all_names() -> set[str]:
         | {cell.name for cell in TOY.table_cells()}
         | {loss.name for loss in TOY.loss_shapes()}
     )
+
+
+def test_processes_share_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case is run by one process, and one that fails does not end the others."""
+    cases_run: list[tuple[Any, ...]] = []
+
+    def record(*case: Any) -> None:
+        cases_run.append(case[:3])
+        raise RuntimeError
+
+    monkeypatch.setattr(compile_cases, "check_case", record)
+    for number in range(3):
+        compile_cases.run_share(number, 3, toy=True)
+    cases = [case for _, *case in correctness.iterate_cases(toy=True)]
+    assert len(cases_run) == len(cases) and all(cases_run.count(tuple(case)) == 1 for case in cases)
 
 
 def test_toy_run_writes_every_row(results_path: Path) -> None:

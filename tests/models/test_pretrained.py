@@ -22,6 +22,7 @@ from spectrain.errors import UserError
 from spectrain.models.bundled import convert_gguf, converted_directory
 from spectrain.models.checkpoint_files import INDEX_FILE
 from spectrain.models.loading import load_hf
+from spectrain.models.model_sizes import check_model_directory
 from spectrain.models.pretrained import load_pretrained
 from tests.models.checkpoints import save_gguf_file, save_unquantized
 
@@ -29,6 +30,7 @@ Weights = dict[str, Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
 EXPERTS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -126,6 +128,11 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
         f"{UP}_scale_inv is among its weights, and its config.json does not say how",
         {},
     ),
+    "a bias that config.json leaves out": (
+        lambda weights: weights.update({BIAS: torch.ones(64)}),
+        f"{BIAS} is among its weights, and by its config.json the model has no such bias",
+        {},
+    ),
     "a matrix of an expert": (
         remove("experts.0.w1"),
         "mlp.experts.gate_up_proj cannot be made",
@@ -159,6 +166,7 @@ ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
         ),
         {},
     ),
+    "a bias of zeros": (lambda weights: weights.update({BIAS: torch.zeros(64)}), {}),
     "a layer for drafting follows": (
         lambda weights: weights.update(
             {
@@ -193,10 +201,59 @@ def test_a_gguf_file_without_a_tensor_is_not_converted(
     assert not converted_directory(path, torch.float32).exists()
 
 
-def test_a_weight_that_is_not_finite_is_named(saved: Callable[..., Path], tmp_path: Path) -> None:
-    folder = saved(tmp_path / "target", lambda weights: weights[UP].fill_(torch.nan))
-    with pytest.raises(UserError, match=f"target target: its weight {UP} holds NaN or infinity"):
+UNFIT_VALUES: dict[str, tuple[Callable[[Weights], Any], str]] = {
+    "a matrix of NaN": (
+        lambda weights: weights[UP].fill_(torch.nan),
+        f"its weight {UP} holds NaN or infinity",
+    ),
+    "infinity for a token that no sample holds": (
+        lambda weights: weights["model.embed_tokens.weight"][-1].fill_(torch.inf),
+        "its weight model.embed_tokens.weight holds NaN or infinity",
+    ),
+    "an output layer of zeros": (
+        lambda weights: weights[HEAD].zero_(),
+        f"every token the same logit, and its weight {HEAD} is zero throughout",
+    ),
+    "a norm of zeros": (
+        lambda weights: weights[NORM].zero_(),
+        f"every token the same logit, and its weight {NORM} is zero throughout",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT_VALUES)
+def test_a_weight_whose_values_are_unfit_is_named(
+    case: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    change, sentence = UNFIT_VALUES[case]
+    folder = saved(tmp_path / "target", change)
+    with pytest.raises(UserError, match=f"^target target: .*{sentence}; copy its files again"):
         load_hf(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generation_config", "tokenizer_config", "special_tokens_map", "added_tokens", "config"],
+)
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "this is not JSON"),
+        (b"[1]", "it holds no settings"),
+        (b"\xef\xbb\xbf{}", "it begins with a byte-order mark"),
+        ("{}".encode("utf-16"), "it is UTF-16 text"),
+        (b"[" * 50_000, "its values are nested too deeply"),
+    ],
+)
+def test_a_damaged_file_of_settings_is_named(
+    name: str, content: bytes, sentence: str, tmp_path: Path
+) -> None:
+    """transformers passes over a damaged generation_config.json, and names none of the others."""
+    (tmp_path / f"{name}.json").write_bytes(content)
+    with pytest.raises(
+        UserError, match=rf"{name}\.json: {sentence}[^\n]*(again|without one|UTF-8)$"
+    ):
+        check_model_directory(tmp_path)
 
 
 def test_a_directory_of_pickles_is_refused_by_the_name_of_the_file(

@@ -20,10 +20,12 @@ from spectrain.kernels import dispatch
 from spectrain.models.fast import (
     fuse_text_layers,
     merge_for_training,
+    multiply_output,
     multiply_parts,
     text_kernels,
     use_merged,
 )
+from spectrain.models.fast.training_products import StepWeight
 from tests.kernels.test_fused_attention import OperationRecorder
 
 TINY = ModelGeometry(3, 24, 40, 4, 2, 6, 60, 50, 64)
@@ -41,7 +43,7 @@ def test_parts_of_a_product_equal_those_of_separate_ones() -> None:
     """Outputs and gradients, by weights that are used twice; a cast to another type is one too."""
     drafter, mlp = make_blocks()
     merged = merge_for_training(drafter)
-    assert {type(module) for module in merged} == {Attention, Mlp}
+    assert {type(module) for module in merged} == {Attention, Mlp, nn.Linear}
     x = torch.randn(2, 3, TINY.width, requires_grad=True)
     results = []
     for weight in (merged[mlp], None):
@@ -55,7 +57,7 @@ def test_parts_of_a_product_equal_those_of_separate_ones() -> None:
         weights = [linear.weight for linear in mlp.input_linears]
         results.append((total, *torch.autograd.grad(total, (x, *weights))))
     torch.testing.assert_close(*results)
-    half = merge_for_training(drafter.to(torch.bfloat16))[mlp]
+    half = merge_for_training(drafter.to(torch.bfloat16))[mlp].weight
     assert half.dtype == torch.bfloat16 and len(half) == 2 * TINY.inner
 
 
@@ -66,12 +68,38 @@ def test_gradients_side_by_side_are_joined_without_a_copy() -> None:
     weight = torch.randn(2 * TINY.inner, TINY.width)
     names = []
     for grads in (product.chunk(2, dim=1), [part.clone() for part in product.chunk(2, dim=1)]):
-        parts = multiply_parts(x, weight, mlp.input_linears)
+        parts = multiply_parts(x, StepWeight(weight, True), mlp.input_linears)
         with OperationRecorder() as recorder:
             (grad,) = torch.autograd.grad(parts, x, grads)
         torch.testing.assert_close(grad, product @ weight)
         names.append("aten::cat" in recorder.names)
     assert names == [False, True]
+
+
+@pytest.mark.parametrize("is_chained", [True, False])
+def test_gradients_of_steps_add_up_in_their_products(is_chained: bool) -> None:
+    """Steps whose product nothing reads add nothing, and only the last product makes a gradient of
+    its own."""
+    drafter, mlp = make_blocks()
+    linear = mlp.down_proj
+    merged = merge_for_training(drafter, is_chained)
+    inputs = [torch.randn(2, 3, TINY.inner, requires_grad=True) for _ in range(4)]
+    inputs[1] = inputs[1].detach()
+    results = []
+    for weights in (merged, {}):
+        with use_merged(weights):
+            outputs = [multiply_output(x, linear) for x in inputs]
+        total = sum(output.pow(2).sum() for output in outputs[:3])
+        read = [linear.weight, *(x for x in inputs[:3] if x.requires_grad)]
+        with OperationRecorder() as recorder:
+            results.append(torch.autograd.grad(total, read))
+    torch.testing.assert_close(*results)
+    assert recorder.count["aten::addmm_"] == 0
+    with use_merged(merge_for_training(drafter, is_chained)):
+        outputs = [multiply_output(x, linear) for x in inputs]
+    with OperationRecorder() as recorder:
+        torch.autograd.grad(sum(output.sum() for output in outputs), linear.weight)
+    assert recorder.count["aten::addmm_"] == (3 if is_chained else 0)
 
 
 def add_hook(linear: nn.Linear) -> None:
@@ -95,7 +123,8 @@ def test_other_linears_are_not_merged(change: Callable[[nn.Linear], None]) -> No
     """Linears with hooks, adapters, sharded or frozen weights multiply for themselves."""
     drafter, mlp = make_blocks()
     change(mlp.gate_proj)
-    assert {type(module) for module in merge_for_training(drafter)} == {Attention}
+    merged = merge_for_training(drafter)
+    assert {type(module) for module in merged} == {Attention, nn.Linear} and mlp not in merged
     with use_merged({}):
         pass
 

@@ -157,6 +157,15 @@ def shift_ids(tensors: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + 5000
 
 
+def repeat_id(tensors: dict[str, Any]) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+def mark_other_token(tensors: dict[str, Any]) -> None:
+    first = int(tensors["d2t"][0])
+    tensors["t2d"][first] = False
+
+
 WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "not finite": (add_nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
     "of another width": (
@@ -174,6 +183,8 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
     "complex": (make_complex, UserError, r"heads\.0\.lm_head\.weight holds no real numbers"),
     "truth values": (make_truth_values, UserError, r"d2t holds no integers"),
     "ids astray": (shift_ids, UserError, r"d2t: some ids are not among the target's 2048 tokens"),
+    "one token twice": (repeat_id, UserError, r"d2t: two of its drafts are the same token"),
+    "other marks": (mark_other_token, UserError, r"t2d: it marks other tokens than those that d2t"),
 }
 
 

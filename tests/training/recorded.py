@@ -4,6 +4,7 @@ torch's fake process group exchanges nothing. Here every rank receives copies of
 itself, so that a training runs to its end on values that are finite. Not a test itself.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.features.live_source import LiveSource
+from spectrain.models.target import Target
 from spectrain.training import run as training_run
 from spectrain.training.parallel.launch import STRATEGIES
 from spectrain.training.parallel.monitor import ProcessMonitor
@@ -45,10 +47,14 @@ NAMESPACES = ("c10d", "_c10d_functional")
 class CollectiveRecorder(TorchDispatchMode):
     """Records collectives, and lets a rank receive copies of its own tensors from the others."""
 
-    def __init__(self, drafter: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.drafter = drafter
+        # There is none while a target is loaded.
+        self.drafter: nn.Module | None = None
         self.collectives: list[Collective] = []
+        # Of exchanges between ranks that share a text: the type and size of a row, and the rows
+        # that arrive from each rank and that go to each.
+        self.exchanges: list[list[Any]] = []
         # The largest number of bytes of weights that were gathered at one time.
         self.gathered_bytes = 0
 
@@ -65,8 +71,13 @@ class CollectiveRecorder(TorchDispatchMode):
             for tensor in tensors
         ]
         self.collectives.append([operation, sizes])
+        if operation == "all_to_all_single":
+            _, received, given, _ = args
+            row = [str(args[0].dtype), *args[0].shape[1:]]
+            self.exchanges.append([row, [*received], [*given]])
         self._receive_copies(operation, tensors, result)
-        self.gathered_bytes = max(self.gathered_bytes, count_gathered_bytes(self.drafter))
+        if self.drafter is not None:
+            self.gathered_bytes = max(self.gathered_bytes, count_gathered_bytes(self.drafter))
         return result
 
     def _receive_copies(self, operation: str, tensors: list[Tensor], result: Any) -> None:
@@ -82,6 +93,10 @@ class CollectiveRecorder(TorchDispatchMode):
             # Pieces of a text may differ in size, so what arrives may be larger than what is sent.
             own = tensors[0].reshape(-1)
             result.view(-1).copy_(own.repeat(-(-result.numel() // own.numel()))[: result.numel()])
+        elif operation == "broadcast_" and self.drafter is None and dist.get_rank():
+            # A rank that reads no weights receives some that are finite.
+            for tensor in tensors:
+                tensor.copy_(torch.arange(tensor.numel()).sin().view_as(tensor) / 10)
         elif operation == "allgather_":
             *outputs, own = tensors
             for output in outputs:
@@ -168,14 +183,21 @@ def make_dataset(held_out: int = 0) -> Dataset:
     return Dataset(examples, len(examples), 0, 0, held_out=examples[:held_out])
 
 
-def record_training(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Train as one rank; return its collectives, its steps and the most bytes that it gathered."""
-    target = worker.target_of(job["model"], "none")
-    drafter = worker.make(job["family"], target)
+def record_training(job: dict[str, Any], rank: int, sent: list[list[Any]]) -> dict[str, Any]:
+    """Train as one rank; return its collectives, its steps and the most bytes that it gathered.
+    `sent` holds what rank 0 sends while a target is loaded.
+    """
+    sharding = job.get("target", "none")
     steps: list[int] = []
     options = {"lr": 1e-3, "warmup": 0.0, "log_every": 1, **job["options"]}
     elsewhere = make_elsewhere(options["sharding"]) if job.get("elsewhere") else nullcontext()
-    with act_as_rank(rank), elsewhere, CollectiveRecorder(drafter) as recorder:
+    with act_as_rank(rank), elsewhere, CollectiveRecorder() as recorder:
+        if sharding == "none":
+            target = worker.target_of(job["model"], sharding)
+        else:
+            target = load_shared_target(job["model"], sharding, sent)
+        drafter = worker.make(job["family"], target)
+        recorder.drafter = drafter
         Trainer(**options).fit(
             drafter,
             target,
@@ -186,10 +208,29 @@ def record_training(job: dict[str, Any], rank: int) -> dict[str, Any]:
         )
     return {
         "collectives": recorder.collectives,
+        "exchanges": recorder.exchanges,
         "gathered": recorder.gathered_bytes,
         "steps": steps,
         "devices": sorted({tensor.device.type for tensor in drafter.state_dict().values()}),
     }
+
+
+def load_shared_target(model: str, sharding: str, sent: list[list[Any]]) -> Target:
+    """Load a target that all ranks share. Rank 0, which comes first, adds the objects that it sends
+    to a list, and every other rank receives them from there.
+    """
+    unread = iter(sent)
+
+    def broadcast_objects(objects: list[Any], **_: Any) -> None:
+        if dist.get_rank() == 0:
+            sent.append(copy.deepcopy(objects))
+        else:
+            objects[:] = copy.deepcopy(next(unread))
+
+    dist.init_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast_object_list", broadcast_objects)
+        return worker.target_of(model, sharding)
 
 
 @contextmanager
@@ -227,7 +268,8 @@ def record_ranks(job: dict[str, Any]) -> dict[Any, Any]:
     if is_zero:
         receive_own_lists()
     if not is_zero or len(job["ranks"]) == 1:
-        return {rank: record_training(job, rank) for rank in job["ranks"]}
+        sent: list[list[Any]] = []
+        return {rank: record_training(job, rank, sent) for rank in job["ranks"]}
     records: dict[Any, Any] = {}
     for rank in job["ranks"]:
         folder = Path(job["out"]) / f"process{rank}"

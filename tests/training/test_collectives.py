@@ -7,15 +7,19 @@ block after another, in the type of autocast.
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
 from spectrain.models.loading import load_hf
+from spectrain.models.sharding import _check_heads
 from spectrain.training.parallel.fsdp2 import find_blocks
 from tests import commands
 from tests.training import recorded, worker
@@ -80,6 +84,16 @@ def make_job(
         "options": options,
         **more,
     }
+
+
+def assert_exchanges_match(ranks: list[list[Any]]) -> None:
+    """Check that each rank of a group receives from every other one as many rows as that one sends,
+    of the same type and size, in every exchange.
+    """
+    for own_exchanges in zip(*ranks, strict=True):
+        rows, received, given = zip(*own_exchanges)
+        assert all(row == rows[0] for row in rows)
+        assert [*zip(*received)] == [tuple(counts) for counts in given]
 
 
 def count_bytes(drafter: Drafter) -> tuple[int, list[int]]:
@@ -160,6 +174,16 @@ def test_weights_are_gathered_in_half_precision(quick_records: list[Records]) ->
     assert {dtype for dtype, _ in records.select("_reduce_scatter_base_")} == {"torch.float32"}
 
 
+def test_an_exchange_of_other_sizes_fails() -> None:
+    """A rank that waits for more than the other one sends, or for another type."""
+    row = ["torch.float32", 4]
+    exchange = [[[row, [2, 3], [2, 1]]], [[row, [1, 5], [3, 5]]]]
+    assert_exchanges_match(exchange)
+    for other in ([row, [2, 5], [3, 5]], [["torch.bfloat16", 4], [1, 5], [3, 5]]):
+        with pytest.raises(AssertionError):
+            assert_exchanges_match([exchange[0], [other]])
+
+
 def test_a_difference_between_ranks_fails() -> None:
     """The comparison sees another order, size, type and number of collectives."""
     own = [["allreduce_", [["torch.float32", [2]]]], ["broadcast_", [["torch.float32", [3]]]]]
@@ -233,18 +257,58 @@ def test_ranks_of_zero_exchange_the_same(
 def test_ranks_that_share_texts_exchange_the_same(
     shallow_folder: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """Of four groups of two ranks, both ranks of a group exchange heads in the same order, and all
-    ranks gather weights and sum gradients in the same order and sizes."""
+    """Of four groups of two ranks, both ranks of a group exchange heads in the same order, each
+    receives what the other one sends, and all ranks gather weights and sum gradients in the same
+    order and sizes."""
     options = {**ACCUMULATED, "sharding": sharding, "context_parallel": 2}
     job = make_job(tmp_path, shallow_folder, "eagle3", [0, 1, 6, 7], options)
     by_rank = record([job])[0].by_rank
     names = {rank: [name for name, _ in own["collectives"]] for rank, own in by_rank.items()}
     assert names["0"] == names["1"] and names["6"] == names["7"]
     assert names["0"].count("all_to_all_single") > len(by_rank["0"]["steps"])
+    for pair in (("0", "1"), ("6", "7")):
+        assert_exchanges_match([by_rank[rank]["exchanges"] for rank in pair])
     for own in by_rank.values():
         # Groups have texts of other lengths, so only they know the sizes of their exchange.
         own["collectives"] = [call for call in own["collectives"] if call[0] not in HEAD_EXCHANGE]
     Records(by_rank).assert_equal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["fsdp2", "tensor"])
+def test_ranks_that_share_a_target_exchange_the_same(
+    shallow_folder: Path, tmp_path: Path, target: str
+) -> None:
+    """Rank 0, which reads the weights, and one that lacks batches in the last step load a target
+    that all share, and run its layers in the same order and sizes, checkpoints included."""
+    target_folder = shallow_folder
+    if target == "tensor":
+        # Heads of which each rank has one.
+        target_folder = tmp_path / "heads"
+        shutil.copytree(shallow_folder, target_folder)
+        config = AutoConfig.from_pretrained(shallow_folder)
+        config.num_attention_heads = config.num_key_value_heads = recorded.NUM_RANKS
+        AutoModelForCausalLM.from_config(config).save_pretrained(target_folder)
+    options = {**UNEVEN, "batch_tokens": 64, "sharding": "ddp", "save_every": 2}
+    # Every token of a validation would be sums of all layers.
+    held_out = int(target == "fsdp2")
+    job = make_job(
+        tmp_path, target_folder, "eagle3", [0, 7], options, target=target, held_out=held_out
+    )
+    (records,) = record([job])
+    records.assert_equal()
+    # Each of three layers is gathered once in a forward, or summed after attention and MLP.
+    operation, calls = {"fsdp2": ("_allgather_base_", 3), "tensor": ("allreduce_", 6)}[target]
+    count = len(records.select(operation))
+    assert count >= calls * len(records.first["steps"])
+
+
+def test_a_head_is_not_cut() -> None:
+    """Two processes share two key-value heads, and eight cannot."""
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2)
+    _check_heads(config, 2)
+    with pytest.raises(UserError, match="8 processes cannot share the model's 2 key-value heads"):
+        _check_heads(config, recorded.NUM_RANKS)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from spectrain.drafters.base import TrainingState
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
-from spectrain.models.host_copies import copy_to_device, on_host, select_rows
+from spectrain.models.host_copies import copy_to_device, on_host, select_joined, select_rows
 from spectrain.models.target import Target
 from spectrain.training.parallel.base import ReplicatedStrategy
 from spectrain.training.parallel.launch import STRATEGIES
@@ -87,6 +87,20 @@ def test_selected_rows_are_those_of_the_mask() -> None:
         torch.autograd.grad((part * weight).sum(), values)[0] for part in (rows, values[chosen])
     ]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 0, 4), (0, 0)])
+def test_joined_rows_are_those_of_the_parts_in_their_order(sizes: tuple[int, ...]) -> None:
+    """Values and gradients are bit by bit those of the concatenated parts, empty ones too."""
+    parts = [torch.randn(size, 5, requires_grad=True) for size in sizes]
+    order = torch.randperm(sum(sizes))
+    weight = torch.randn(sum(sizes), 5)
+    expected, joined = torch.cat(parts).index_select(0, order), select_joined(parts, order)
+    assert torch.equal(joined, expected)
+    gradients = [torch.autograd.grad((rows * weight).sum(), parts) for rows in (joined, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
+    on_device = [torch.zeros(size, 5, device="meta") for size in sizes]
+    assert select_joined(on_device, copy_to_device(order, "meta")).shape == (sum(sizes), 5)
 
 
 def test_a_copy_is_remembered_as_long_as_it_lives() -> None:

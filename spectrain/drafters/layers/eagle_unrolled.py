@@ -183,7 +183,7 @@ class UnrolledEagle(EagleDrafter, StateDrafter):
         """
         hidden = self.fuse_features(batch.input_features)
         step_kv = list[LayerKeysValues]()
-        merged = merge_for_training(self) if needs_gradients(hidden) else {}
+        merged = merge_for_training(self, not state.recompute) if needs_gradients(hidden) else {}
 
         def run(*arguments: Any) -> tuple[Tensor, LayerKeysValues]:
             with use_merged(merged):

@@ -20,7 +20,12 @@ from spectrain.kernels.rotate_heads import rotate_heads
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
-from spectrain.models.fast import find_merged, multiply_parts, needs_gradients
+from spectrain.models.fast import (
+    find_merged,
+    multiply_output,
+    multiply_parts,
+    needs_gradients,
+)
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.limits import max_text_length
 from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
@@ -201,7 +206,7 @@ class Attention(WeightBlock):
         return self._join_heads(attended)
 
     def _join_heads(self, attended: Tensor) -> Tensor:
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return multiply_output(attended.transpose(1, 2).flatten(2), self.o_proj)
 
     def attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None
@@ -323,7 +328,7 @@ class Mlp(WeightBlock):
         else:
             gate, up = multiply_parts(x, merged, self.input_linears)
         unit = gated_unit(gate, up) if needs_gradients(gate) else F.silu(gate) * up
-        return self.down_proj(unit)
+        return multiply_output(unit, self.down_proj)
 
     @property
     def input_linears(self) -> list[nn.Linear]:

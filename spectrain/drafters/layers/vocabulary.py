@@ -21,7 +21,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, restrict_target
 from spectrain.models.head import Head
-from spectrain.models.host_copies import copy_to_device, on_host, select_rows
+from spectrain.models.host_copies import copy_to_device, on_host, select_joined, select_rows
 from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
@@ -105,14 +105,19 @@ def judge_rows(
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
     """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later
-    lookups would fail.
+    lookups would fail, if two drafts are one token, or if t2d marks other tokens than d2t names.
     """
     ids = drafter.draft_ids
-    if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
-        raise UserError(
-            f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the "
-            "drafter's files again"
-        )
+    size = len(drafter.t2d)
+    fault = None
+    if bool(((ids < 0) | (ids >= size)).any()):
+        fault = f"d2t: some ids are not among the target's {size} tokens"
+    elif len(ids.unique()) < len(ids):
+        fault = "d2t: two of its drafts are the same token"
+    elif int(drafter.t2d.sum()) != len(ids) or not bool(drafter.t2d[ids].all()):
+        fault = "t2d: it marks other tokens than those that d2t maps drafts to"
+    if fault is not None:
+        raise UserError(f"{fault}; copy the drafter's files again")
 
 
 class HeadsCost(DraftingCost):
@@ -314,12 +319,12 @@ class Supervision:
         """
         label_index, order, step = self.join_steps(len(states))
         loss, correct = self.judge_states(
-            torch.cat(states).index_select(0, order), lm_head, label_index, decay**step
+            select_joined(states, order), lm_head, label_index, decay**step
         )
         terms = {self.drafter.divergence: loss}
         if self.draft_term is not None:
             terms[self.draft_term.name] = self.draft_term.loss(
-                torch.cat(states).index_select(0, order), lm_head, label_index, step
+                select_joined(states, order), lm_head, label_index, step
             )
         return Losses.by_depth(terms, correct, step, num_steps)
 

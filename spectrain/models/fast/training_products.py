@@ -2,7 +2,9 @@
 input, with their gradients, and norms.
 
 The weights of linears are copied side by side once for a batch, in the type of the products, and
-every draft step multiplies by that copy. Shapes: D input width, O output widths of all linears,
+every draft step multiplies by that copy. Each product hands the weight on to the next one, so that
+the backward pass of a step adds its gradient of the weight to that of the steps after it, in the
+product itself. Shapes: D input width, O output widths of all linears,
 side by side.
 """
 
@@ -22,7 +24,9 @@ from spectrain.kernels.dispatch import takes_gradients
 
 from .shared_product import find_shared_linears
 
-_merged: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("merged", default=None)
+OUTPUT_NAMES = ("o_proj", "down_proj")
+
+_merged: ContextVar[dict[nn.Module, StepWeight] | None] = ContextVar("merged", default=None)
 
 
 def needs_gradients(x: Tensor) -> bool:
@@ -54,19 +58,68 @@ class _SideBySide(torch.autograd.Function):
         return None, *(part.to(ctx.dtype) for part in grad.split(ctx.rows))
 
 
-def merge_for_training(module: nn.Module) -> dict[nn.Module, Tensor]:
-    """Return the weights [O, D] of linears that read the same input, side by side, by the module
-    that calls `find_merged`. Sharded weights, and those of linears that compute something else,
-    such as adapters, are left out.
+class _ChainedProduct(torch.autograd.Function):
+    """Multiplies by a weight, and returns it for the next product. Its gradient is added to that of
+    the products that follow, which nothing else holds.
     """
-    merged: dict[nn.Module, Tensor] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight), weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, total: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if grad is None:
+            return None, total
+        left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
+        total = left @ right if total is None else total.addmm_(left, right)
+        return grad @ weight if ctx.needs_input_grad[0] else None, total
+
+
+class StepWeight:
+    """A weight [O, D] by which every draft step multiplies. Where steps are not computed again in
+    the backward pass, their gradients of it add up in their products.
+    """
+
+    def __init__(self, weight: Tensor, is_chained: bool) -> None:
+        self.weight = weight
+        self.is_chained = is_chained
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the products [.., O] of inputs [.., D]."""
+        x = x.to(self.weight.dtype)
+        if not self.is_chained:
+            return F.linear(x, self.weight)
+        product: Tensor
+        product, self.weight = _ChainedProduct.apply(x, self.weight)
+        return product
+
+
+def merge_for_training(module: nn.Module, is_chained: bool = True) -> dict[nn.Module, StepWeight]:
+    """Return the weights of linears that read the same input, side by side, by the module that
+    calls `find_merged`, and those of output linears, by the linear. Sharded weights, and those of
+    linears that compute something else, such as adapters, are left out.
+    """
+    merged: dict[nn.Module, StepWeight] = {}
     for parent in module.modules():
-        if not getattr(parent, "merges_products", False):
+        if not hasattr(parent, "merges_products"):
             continue
-        for linears in find_shared_linears(parent):
+        outputs = [getattr(parent, name, None) for name in OUTPUT_NAMES]
+        groups: list[tuple[nn.Module, list[nn.Linear]]]
+        groups = [(linear, [linear]) for linear in outputs if type(linear) is nn.Linear]
+        if parent.merges_products:
+            groups += [(parent, linears) for linears in find_shared_linears(parent)]
+        for owner, linears in groups:
             weights = [linear.weight for linear in linears]
             if all(_is_plain(linear) for linear in linears) and weights[0].requires_grad:
-                merged[parent] = _SideBySide.apply(product_dtype(weights[0]), *weights)
+                dtype = product_dtype(weights[0])
+                joined = weights[0].to(dtype)
+                if len(weights) > 1:
+                    joined = _SideBySide.apply(dtype, *weights)
+                merged[owner] = StepWeight(joined, is_chained)
     return merged
 
 
@@ -83,7 +136,7 @@ def _is_plain(linear: nn.Linear) -> bool:
 
 
 @contextmanager
-def use_merged(merged: dict[nn.Module, Tensor]) -> Iterator[None]:
+def use_merged(merged: dict[nn.Module, StepWeight]) -> Iterator[None]:
     """Multiply by merged weights while the context is open."""
     token = _merged.set(merged)
     try:
@@ -92,7 +145,7 @@ def use_merged(merged: dict[nn.Module, Tensor]) -> Iterator[None]:
         _merged.reset(token)
 
 
-def find_merged(module: nn.Module) -> Tensor | None:
+def find_merged(module: nn.Module) -> StepWeight | None:
     """Return the merged weights of a module's linears; None where each multiplies for itself."""
     merged = None if torch.compiler.is_compiling() else _merged.get()
     return None if merged is None else merged.get(module)
@@ -126,10 +179,19 @@ def _lie_side_by_side(parts: Sequence[Tensor], strides: tuple[int, ...]) -> bool
     return True
 
 
-def multiply_parts(x: Tensor, merged: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+def multiply_output(x: Tensor, linear: nn.Linear) -> Tensor:
+    """Return the outputs of the last linear of a block, [.., D] -> [.., O]."""
+    merged = find_merged(linear)
+    output: Tensor = linear(x) if merged is None else merged.multiply(x)
+    return output
+
+
+def multiply_parts(
+    x: Tensor, merged: StepWeight, linears: Sequence[nn.Linear]
+) -> tuple[Tensor, ...]:
     """Return the outputs of linears for inputs [.., D], which are parts of one product."""
     sizes = [linear.out_features for linear in linears]
-    parts: tuple[Tensor, ...] = _Split.apply(F.linear(x, merged), sizes)
+    parts: tuple[Tensor, ...] = _Split.apply(merged.multiply(x), sizes)
     return parts
 
 

@@ -19,6 +19,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import BatchShape, StepCost
 from spectrain.kernels.linear_divergence import DivergenceResult, linear_divergence
+from spectrain.models.host_copies import select_joined
 from spectrain.models.target import Target
 from spectrain.models.weight_block import apply_output_layer
 
@@ -90,7 +91,7 @@ class ExpectedLength(Eagle3):
             return super().judge_steps(supervision, states)
         assert supervision.target_log_probs is not None
         label_index, order, step = supervision.join_steps(len(states))
-        hidden = torch.cat([self.head_inputs(state) for state in states]).index_select(0, order)
+        hidden = select_joined([self.head_inputs(state) for state in states], order)
         labels = supervision.target_log_probs.select_rows(label_index)
         recorded = RecordedRates()
         with torch.no_grad():

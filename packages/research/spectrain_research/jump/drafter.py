@@ -37,6 +37,7 @@ from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.features import Features, Layer
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.host_copies import select_joined
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
@@ -220,7 +221,7 @@ class Jump(VocabularyDrafter):
             step_kv.append(new_kv)
             states.append(final[supervision.is_supervised(step)])
         label_index, order, steps = supervision.join_steps(len(states))
-        hidden = torch.cat(states).index_select(0, order)
+        hidden = select_joined(states, order)
         weight = self.step_decay**steps
         judged = supervision.judge_with_head(self.projection, hidden, label_index, weight)
         correct = self.draft_ids[judged.predictions] == supervision.labels[label_index]

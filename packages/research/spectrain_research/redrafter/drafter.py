@@ -30,7 +30,7 @@ from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter,
 from spectrain.drafters.step_cost import BatchShape, Run, StepCost
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
-from spectrain.models.host_copies import select_rows
+from spectrain.models.host_copies import select_joined, select_rows
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft, Rollout
 
@@ -153,7 +153,7 @@ class Redrafter(VocabularyDrafter):
                 self.mix_states(select_rows(cell_states, rows), select_rows(final, rows))
             )
         label_index, row_order, steps = supervision.join_steps(self.num_steps)
-        hidden = torch.cat(head_inputs).index_select(0, row_order)
+        hidden = select_joined(head_inputs, row_order)
         loss, is_correct = supervision.judge_states(
             hidden, self.lm_head, label_index, self.step_decay**steps
         )

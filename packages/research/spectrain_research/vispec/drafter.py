@@ -26,6 +26,7 @@ from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.drafters.step_cost import BatchShape, StepCost
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.models.host_copies import select_joined
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
@@ -170,7 +171,7 @@ class ViSpec(Eagle1):
         indices, each step alike.
         """
         label_index, order, step = supervision.join_steps(len(states_by_step))
-        hidden = torch.cat(states_by_step).index_select(0, order)
+        hidden = select_joined(states_by_step, order)
         assert supervision.target_log_probs is not None
         judged = linear_divergence(
             hidden,

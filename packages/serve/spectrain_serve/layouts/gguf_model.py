@@ -33,7 +33,7 @@ from spectrain.export.layout import (
 )
 from spectrain.export.targets import BUNDLED_TARGETS, TargetFiles
 from spectrain.files import make_folder_once
-from spectrain.models.checked_tensors import open_tensors
+from spectrain.models.checked_tensors import has_finite_values, open_tensors
 from spectrain.models.checkpoint_files import list_weight_files
 from spectrain.models.published import cache_directory
 from spectrain.servers.commands import DrafterLaunch
@@ -204,7 +204,14 @@ def list_weights(directory: Path) -> dict[str, TensorSource]:
 def load_weight(path: Path, name: str) -> Tensor:
     with open_tensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
-        return tensor
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{path}: {name} holds no real numbers ({kind}); use a checkpoint that is not quantized"
+        )
+    if not has_finite_values(tensor):
+        raise UserError(f"{path}: {name} holds NaN or infinity; copy the file again")
+    return tensor
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +258,15 @@ def write_model(
             f"{absent[0]}: it is not among the weights of the model{more}; save the model again "
             "with all its weights"
         )
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in build_meta_model(config).state_dict().items()
+    }
+    for name, source in sorted(tensors.items()):
+        if source.shape != shapes[name]:
+            raise UserError(
+                f"{name} has the shape {[*source.shape]}, and {[*shapes[name]]} by the model's "
+                "config.json; save the model again with all its weights"
+            )
     if config["tie_word_embeddings"]:
         tensors = {name: source for name, source in tensors.items() if name != HEAD}
     sources = {

@@ -44,7 +44,7 @@ from spectrain_serve.layouts.gguf_model import complete_config, write_model, wri
 from spectrain_serve.layouts.gguf_tokenizer import find_pre_tokenizer, tokenizer_keys
 from tests.export.test_converter import DFLASH, DFLASH2, DSPARK, ours
 from tests.export.test_linter import eagle3_folder
-from tests.models.test_pretrained import UP, remove, saved
+from tests.models.test_pretrained import UP, Weights, lengthen, remove, saved
 
 from .gguf_files import Change, change_gguf, change_rows, interleave, separate
 
@@ -523,10 +523,28 @@ def test_measured_faults(case: str, eagle3_folder: Path, tmp_path: Path) -> None
     assert name in {finding.name for finding in lint(change_gguf(tmp_path / "out", change), TINY)}
 
 
-def test_a_weight_that_is_missing_is_named(
-    saved: Callable[..., Path],
-    tmp_path: Path,
+UNFIT_WEIGHTS: dict[str, tuple[Callable[[Weights], Any], str]] = {
+    "a missing one": (remove(UP), f"^{UP}: it is not among the weights"),
+    "another shape": (
+        lengthen(UP),
+        rf"^{UP} has the shape \[129, 64\], and \[128, 64\] by the model's config.json",
+    ),
+    "integers": (
+        lambda weights: weights.update({UP: weights[UP].to(torch.int8)}),
+        rf"model.safetensors: {UP} holds no real numbers \(int8\)",
+    ),
+    "NaN": (
+        lambda weights: weights[UP].fill_(torch.nan),
+        f"model.safetensors: {UP} holds NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT_WEIGHTS)
+def test_a_weight_of_a_target_that_is_unfit_is_named(
+    case: str, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = saved(tmp_path / "small", remove(UP))
-    with pytest.raises(UserError, match=f"^{UP}: it is not among the weights"):
+    change, sentence = UNFIT_WEIGHTS[case]
+    folder = saved(tmp_path / "small", change)
+    with pytest.raises(UserError, match=sentence):
         write_target(TargetFiles(str(folder)), tmp_path, None)
