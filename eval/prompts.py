@@ -382,8 +382,8 @@ def _parse_row(
             f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of "
             f"{MAX_TURNS} or fewer"
         )
-    beside = [context.text, context.tools, context.documents, context.template_arguments]
-    check_texts([turns, before, *beside], where)
+    others = [context.text, context.tools, context.documents, context.template_arguments]
+    check_texts([turns, before, *others], where)
     ids = [
         str(row[column])
         for column in ("id", "question_id", "prompt_id", "task_id")

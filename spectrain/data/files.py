@@ -137,9 +137,9 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
             "as UTF-8 text"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
-        place = f"{path}, after {location.removeprefix(f'{path}, ')}" if location else str(path)
+        where = f"{path}, after {location.removeprefix(f'{path}, ')}" if location else str(path)
         raise UserError(
-            f"{place}: it cannot be read ({first_line(error)}); see that it is complete and yours"
+            f"{where}: it cannot be read ({first_line(error)}); see that it is complete and yours"
         ) from error
 
 
