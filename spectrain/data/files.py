@@ -53,8 +53,7 @@ def list_files(source: str) -> list[Path]:
         return [path]
     if (path / MANIFEST).is_file():
         return ShardSet(path).complete_files()
-    pattern = str(path / "*") if path.is_dir() else str(path)
-    files = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if is_row_file(path)]
+    files = [entry for entry in list_entries(path) if is_row_file(entry)]
     if not files:
         problem = "the folder holds no data file" if path.is_dir() else "there is no such file"
         raise UserError(
@@ -69,13 +68,18 @@ def list_ignored_files(source: str) -> Counter[str]:
     if path.is_file() or (path / MANIFEST).is_file():
         return Counter()
     ignored: Counter[str] = Counter()
-    for name in glob(str(path / "*") if path.is_dir() else str(path), recursive=True):
-        entry = Path(name)
+    for entry in list_entries(path):
         if entry.is_file() and not is_row_file(entry):
             ending = f"that ends in {entry.suffix!r}" if entry.suffix else "without an ending"
             ignored[f"file {ending} in data.path"] += 1
         ignored["folder within data.path"] += path.is_dir() and entry.is_dir()
     return +ignored
+
+
+def list_entries(path: Path) -> list[Path]:
+    """Return what is in a folder, or what a pattern names, in the order of the names."""
+    pattern = str(path / "*") if path.is_dir() else str(path)
+    return [*map(Path, sorted(glob(pattern, recursive=True)))]
 
 
 def is_row_file(path: Path) -> bool:

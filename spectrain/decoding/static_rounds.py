@@ -58,7 +58,8 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 @dataclass
 class LogCopy:
     """Records of rounds [R, B, P + 4] that are on their way to the host, and whether texts [B] are
-    active after them."""
+    active after them.
+    """
 
     lines: Tensor
     active: Tensor
@@ -66,17 +67,20 @@ class LogCopy:
     # Of a GPU: it is reached once both are there.
     event: Any
 
+    def wait(self) -> None:
+        """Wait until both are on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+
     @property
     def is_any_active(self) -> bool:
         """Tell whether a text is active after these rounds; the host waits for them."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.wait()
         return bool(self.active.any())
 
     def read(self) -> list[list[RoundRecord]]:
         """Return the records of the rounds, by row; the host waits for them."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.wait()
         return [
             [
                 RoundRecord(record[: record[self.width]], *record[self.width + 1 :])

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from spectrain.drafters.layers.vocabulary import is_marked
+
 from .container import Finding
 
 
@@ -103,9 +105,3 @@ def check_vocabulary(vocab: int, tensors: dict[str, Tensor]) -> Iterator[Finding
             "this is usually a default that was never replaced, not what was trained",
             "take d2t from the training run",
         )
-
-
-def is_marked(ids: Tensor, marks: Tensor) -> bool:
-    """Tell whether t2d is True at exactly these ids."""
-    in_range = bool(((ids >= 0) & (ids < len(marks))).all())
-    return in_range and int(marks.sum()) == len(ids) and bool(marks[ids].all())

@@ -24,6 +24,7 @@ from spectrain.trees.token_tree import TokenTree
 from .architectures.probe import explain_incompatibility
 from .architectures.recurrent_states import PathPolicy
 from .cache_arguments import accepts_argument, read_cache
+from .checked_tensors import has_finite_values
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .kv_cache import attention_dtype
@@ -82,7 +83,7 @@ def check_weights(target: Target) -> None:
         if not is_plain or not own.is_floating_point() or own.itemsize == 1:
             continue
         # A sum is one pass without memory; one of large numbers may overflow.
-        if not own.sum().isfinite() and not own.isfinite().all():
+        if not own.sum().isfinite() and not has_finite_values(own):
             raise UserError(
                 f"target {target.name}: its weight {name} holds NaN or infinity; copy its files "
                 "again"

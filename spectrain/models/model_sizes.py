@@ -53,7 +53,6 @@ DRAFTER_SIZES = {
 NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 MAX_EPSILON = 0.01
 
-# Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
 # Files of settings that transformers reads beside config.json. It does not name the one that it
 # cannot read, and passes over a generation_config.json, whose stop tokens then are not known.
 SETTINGS_FILES = (
@@ -63,6 +62,7 @@ SETTINGS_FILES = (
     "added_tokens.json",
     "adapter_config.json",
 )
+# Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
 TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 MAX_TEXT_BYTES = 200_000_000
 

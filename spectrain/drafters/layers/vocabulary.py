@@ -114,10 +114,16 @@ def _check_vocabulary(drafter: Any, _: Any) -> None:
         fault = f"d2t: some ids are not among the target's {size} tokens"
     elif len(ids.unique()) < len(ids):
         fault = "d2t: two of its drafts are the same token"
-    elif int(drafter.t2d.sum()) != len(ids) or not bool(drafter.t2d[ids].all()):
+    elif not is_marked(ids, drafter.t2d):
         fault = "t2d: it marks other tokens than those that d2t maps drafts to"
     if fault is not None:
         raise UserError(f"{fault}; copy the drafter's files again")
+
+
+def is_marked(ids: Tensor, marks: Tensor) -> bool:
+    """Tell whether t2d is True at exactly these ids."""
+    in_range = bool(((ids >= 0) & (ids < len(marks))).all())
+    return in_range and int(marks.sum()) == len(ids) and bool(marks[ids].all())
 
 
 class HeadsCost(DraftingCost):
@@ -318,14 +324,11 @@ class Supervision:
         `states` holds the states [R, D] at the supervised positions of every step that was run.
         """
         label_index, order, step = self.join_steps(len(states))
-        loss, correct = self.judge_states(
-            select_joined(states, order), lm_head, label_index, decay**step
-        )
+        hidden = select_joined(states, order)
+        loss, correct = self.judge_states(hidden, lm_head, label_index, decay**step)
         terms = {self.drafter.divergence: loss}
         if self.draft_term is not None:
-            terms[self.draft_term.name] = self.draft_term.loss(
-                select_joined(states, order), lm_head, label_index, step
-            )
+            terms[self.draft_term.name] = self.draft_term.loss(hidden, lm_head, label_index, step)
         return Losses.by_depth(terms, correct, step, num_steps)
 
     def judge_with_head(

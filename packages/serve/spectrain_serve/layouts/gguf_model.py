@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from spectrain.export.layout import (
     ExpectedTensors,
     Interpretation,
     Layout,
+    Shape,
     make_checkpoint,
     require_target,
 )
@@ -76,11 +77,8 @@ class GgufModel(Layout):
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = model_config(files)
-        names = map_names(config)
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in build_meta_model(config).state_dict().items()
-        }
+        shapes = list_shapes(config)
+        names = map_names(config, shapes)
         optional = {names[HEAD]: shapes.pop(HEAD)} if config["tie_word_embeddings"] else {}
         return ExpectedTensors(
             {names[name]: shape for name, shape in shapes.items()}, optional, (ROPE_FACTORS,)
@@ -101,7 +99,7 @@ class GgufModel(Layout):
         if (problem := find_foreign_rope(files)) is not None:
             raise UserError(f"{files.directory}: {problem}")
         config = model_config(files)
-        own_names = {name: ours for ours, name in map_names(config).items()}
+        own_names = {name: ours for ours, name in map_names(config, list_shapes(config)).items()}
         tensors = {
             own_names[name]: tensor for name, tensor in files.tensors.items() if name in own_names
         }
@@ -242,7 +240,8 @@ def write_model(
     dtype: str | None,
 ) -> None:
     """Write a complete model with its tensors under transformers' names."""
-    names = map_names(config)
+    shapes = list_shapes(config)
+    names = map_names(config, shapes)
     kind = config["model_type"]
     unknown = sorted(tensors.keys() - names.keys())
     if unknown:
@@ -258,9 +257,6 @@ def write_model(
             f"{absent[0]}: it is not among the weights of the model{more}; save the model again "
             "with all its weights"
         )
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in build_meta_model(config).state_dict().items()
-    }
     for name, source in sorted(tensors.items()):
         if source.shape != shapes[name]:
             raise UserError(
@@ -290,16 +286,19 @@ def convert_source(name: str, source: TensorSource, config: dict[str, Any]) -> T
     return TensorSource(source.shape, source.dtype, load)
 
 
-def map_names(config: dict[str, Any]) -> dict[str, str]:
+def list_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """Return the shape of every tensor of a model, by transformers' name."""
+    tensors = build_meta_model(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def map_names(config: dict[str, Any], own_names: Iterable[str]) -> dict[str, str]:
     """Return transformers' name of every tensor of a model -> the name in a GGUF file."""
     architecture = gguf.MODEL_ARCH[MODEL_ARCHITECTURES[config["model_type"]]]
     find_name: Callable[..., str | None] = gguf.get_tensor_name_map(
         architecture, config["num_hidden_layers"]
     ).get_name
-    names = {
-        name: find_name(name, try_suffixes=(".weight", ".bias"))
-        for name in build_meta_model(config).state_dict()
-    }
+    names = {name: find_name(name, try_suffixes=(".weight", ".bias")) for name in own_names}
     return {name: other for name, other in names.items() if other is not None}
 
 
