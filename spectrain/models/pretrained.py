@@ -40,8 +40,10 @@ LAYER_WEIGHT = re.compile(r"(?P<layers>\D+\.)(?P<index>\d+)\.(?P<weight>.+)")
 """The name of a weight of a layer, as in model.layers.3.mlp.up_proj.weight."""
 QUANTIZED = ("quantization_config", "compression_config")
 """Keys of config.json that say how weights are quantized."""
-REAL_DTYPES = ("F", "BF")
-"""Beginnings of the names of safetensors' types of real numbers."""
+REAL_DTYPES = ("F64", "F32", "F16", "BF16")
+"""The names of safetensors' types of real numbers that need no scales."""
+SCALED_DTYPES = ("F8_", "F6_", "F4")
+"""Beginnings of the names of its shorter ones."""
 SCALES = (".weight_scale", ".weight_scale_inv")
 """Ends of the names of tensors by which quantized weights are multiplied."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
@@ -160,7 +162,7 @@ def describe_unread_quantization(
     files: Collection[Path], unexpected: Collection[str]
 ) -> str | None:
     """Describe the first weight that transformers took for real numbers although its files hold
-    integers, or scales of it; None where there is none.
+    integers, numbers that need scales, or scales of it; None where there is none.
     """
     if not files:
         return None
@@ -174,7 +176,9 @@ def describe_unread_quantization(
         with open_tensors(file, "copy the file again") as tensors:
             for name in set(tensors.keys()).difference(unexpected):
                 dtype = tensors.get_slice(name).get_dtype()
-                if name.endswith(".weight") and not dtype.startswith(REAL_DTYPES):
+                if dtype.startswith(SCALED_DTYPES):
+                    return f"{name} holds rounded numbers ({dtype}) without their scales"
+                if name.endswith(".weight") and dtype not in REAL_DTYPES:
                     return f"{name} holds no real numbers ({dtype}) in its files"
     return None
 

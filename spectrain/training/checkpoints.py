@@ -43,7 +43,12 @@ CHECKPOINT_NAME = re.compile("step-[0-9]{6,12}")
 BEST_NAME = re.compile("best-[0-9]{6,12}")
 UNFINISHED_NAME = re.compile(r"(step|best)-[0-9]{6,12}\.part")
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
-TYPE_FAULTS = ("holds fractions", "holds no real numbers", "holds no integers")
+TYPE_FAULTS = (
+    "holds fractions",
+    "holds no real numbers",
+    "holds no integers",
+    "holds 8-bit floats without their scales",
+)
 """What a stored tensor can be where other numbers are expected."""
 
 
@@ -245,11 +250,13 @@ def judge_type(stored: torch.dtype, expected: torch.dtype) -> str | None:
     """Return which of TYPE_FAULTS the type of a stored tensor has in place of the expected type;
     None where its numbers fit.
     """
-    fractions, no_reals, no_integers = TYPE_FAULTS
+    fractions, no_reals, no_integers, no_scales = TYPE_FAULTS
     if stored.is_floating_point > expected.is_floating_point:
         return fractions
     if stored.is_floating_point < expected.is_floating_point:
         return no_reals
+    if stored.is_floating_point and stored.itemsize == 1 < expected.itemsize:
+        return no_scales
     holds_integers = not stored.is_complex and stored != torch.bool
     expects_integers = not expected.is_floating_point and expected != torch.bool
     return no_integers if expects_integers and not holds_integers else None

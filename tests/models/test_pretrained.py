@@ -118,6 +118,11 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
         rf"{UP} holds no real numbers \(I8\) in its files",
         {},
     ),
+    "8-bit floats": (
+        lambda weights: weights.update({UP: weights[UP].to(torch.float8_e4m3fn)}),
+        rf"{UP} holds rounded numbers \(F8_E4M3\) without their scales",
+        {},
+    ),
     "truth values": (
         lambda weights: weights.update({UP: weights[UP] > 0}),
         rf"{UP} holds no real numbers \(BOOL\)",
@@ -219,6 +224,14 @@ UNFIT_VALUES: dict[str, tuple[Callable[[Weights], Any], str]] = {
         f"every token the same logit, and its weight {NORM} is zero throughout",
     ),
 }
+
+
+def test_an_output_layer_of_nan_is_refused_without_the_layers_too(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: weights[HEAD].fill_(torch.nan))
+    with pytest.raises(UserError, match=f"^target target: its weight {HEAD} holds NaN or inf"):
+        load_hf(str(folder), device="cpu", parts="head")
 
 
 @pytest.mark.parametrize("case", UNFIT_VALUES)
