@@ -431,9 +431,7 @@ def test_a_manifest_of_wrong_values_is_refused(
     if not has_checksum:
         del facts["sha256"]
     manifest.write_text(json.dumps(facts))
-    with pytest.raises(
-        UserError, match=r"manifest\.json: this manifest cannot be read \([^\n]*\);"
-    ):
+    with pytest.raises(UserError, match=r"manifest\.json: this manifest cannot be read"):
         FeatureStore(tmp_path)
 
 
