@@ -307,7 +307,7 @@ def load_hf(
     if reads_weights and parts == "head":
         with explain_load_failure(model):
             load_head(target, CheckpointFiles.open_model(location, revision), device)
-            check_weights(target)
+            check_weights(target.model, f"target {target.name}")
     elif reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(

@@ -29,7 +29,8 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError, first_line
 
 from .checked_tensors import open_tensors
-from .checkpoint_files import INDEX_FILE, SINGLE_FILE, list_weight_files
+from .checkpoint_files import INDEX_FILE, SINGLE_FILE, check_index, list_weight_files
+from .model_sizes import check_model_directory
 
 REPORT_ROW = re.compile(
     r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)",
@@ -89,6 +90,16 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             reports.clear()
             raise UserError(f"{key}={model}: {fault}; {ADVICE}")
     return network
+
+
+def check_model_files(model: str | Path) -> None:
+    """Raise a UserError where the files of a model's directory contradict each other, or where
+    reading them would not end. Its tokenizer, too, may be loaded only afterwards; of a name on the
+    hub nothing is checked.
+    """
+    folder = Path(model)
+    check_model_directory(folder)
+    check_index(folder)
 
 
 @contextmanager
