@@ -513,9 +513,11 @@ def load_start(run: Path, drafter: Drafter) -> None:
     are not what was saved.
     """
     path = start_weights_path(run)
-    load_tensors(
-        drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out")
-    )
+    remedy = f"delete {path.parent}, and the score leaves the start out"
+    weights = read_tensors(path, remedy)
+    for _, fault in find_mismatches(drafter, weights):
+        raise DamagedFile(f"{path}: it is of another drafter: {fault}; {remedy}")
+    load_tensors(drafter, weights)
 
 
 def delete_start(run: Path) -> None:
