@@ -181,7 +181,7 @@ class FeatureStore(FeatureCache):
             return None
         key = self.contents.sequence_key(example)
         tensors = self.pending.get(key) or self._load_tensors(key)
-        if tensors is not None and not self.contents.describes(example, tensors):
+        if tensors is not None and not self.contents.matches_tensors(example, tensors):
             # A checksum of bytes says nothing of a header.
             file = f"{self.shard_names[key]}.safetensors"
             self._drop_shard(file, "its tensors have other types or sizes than what was stored")

@@ -223,7 +223,7 @@ class StoreContents:
                 )
         return states
 
-    def describes(self, example: Example, tensors: dict[str, Tensor]) -> bool:
+    def matches_tensors(self, example: Example, tensors: dict[str, Tensor]) -> bool:
         """Tell whether the stored tensors of a sequence have the types and sizes that this says."""
         for part in {name.partition(".")[0] for name in tensors}:
             if part == "hidden":
