@@ -165,7 +165,7 @@ def check_inputs(run: Path, facts: InputFacts, checkpoint: Path, accepts_changes
     """
     path = run / "provenance.json"
     saved = read_json_object(path)
-    kinds = {"data": dict, "inputs": dict, "changes": list}
+    kinds: dict[str, type[Any]] = {"data": dict, "inputs": dict, "changes": list}
     if not all(
         isinstance(saved.get(name, kind()), kind) for name, kind in kinds.items()
     ) or "tokens" not in saved.get("data", {}):

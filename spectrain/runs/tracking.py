@@ -153,7 +153,7 @@ class Wandb(Tracker):
             read_json_object(self.state_file) if self.state_file.exists() else {}
         )
         # The ids of the runs by kind, and the last step.
-        kinds = {"last_step": int}
+        kinds: dict[str, type[Any]] = {"last_step": int}
         if not all(isinstance(value, kinds.get(key, str)) for key, value in self.state.items()):
             raise UserError(
                 f"{self.state_file}: it holds no ids of W&B; delete it, and a new run begins there"
