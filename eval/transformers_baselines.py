@@ -7,8 +7,9 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.models.check import check_weights
 from spectrain.models.load_errors import explain_load_error
-from spectrain.models.pretrained import load_pretrained
+from spectrain.models.pretrained import check_model_files, load_pretrained
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
@@ -77,6 +78,7 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
+        check_model_files(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         options = {"dtype": target.dtype, "trust_remote_code": False, "use_safetensors": True}
         model: Any = load_pretrained(AutoModelForCausalLM, path, "eval.assistant", **options)
@@ -88,6 +90,7 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
             f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a "
             "model's name"
         ) from error
+    check_weights(model, f"eval.assistant={path}")
     decoding = {"assistant_model": model.to(target.device).eval()}
     sizes = {model.config.get_text_config().vocab_size, target.config.vocab_size}
     # Of models with the same tokens, transformers refuses those whose embeddings are padded

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from json import JSONDecodeError
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from spectrain.output.text import clean_line
 
@@ -93,6 +93,14 @@ def explain_missing_module(error: BaseException | None) -> str | None:
             )
         error = error.__cause__ or error.__context__
     return None
+
+
+def describe_violation(error: Any) -> str:
+    """Return the first fault of pydantic's ValidationError: where in a file's content it is, and
+    what it is.
+    """
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg'].lower()}"
 
 
 def describe_json_error(error: ValueError) -> str:

@@ -186,7 +186,9 @@ def read_score(folder: Path, row: RunRow) -> None:
         ratio = speedup.get("ratio")
         interval = speedup.get("ci95")
         row.speedup = None if ratio is None else float(ratio)
-        row.speedup_interval = None if interval is None else [float(end) for end in interval]
+        if interval is not None:
+            low, high = map(float, interval)
+            row.speedup_interval = [low, high]
         row.quotable = None if ratio is None else bool(speedup.get("quotable", True))
         row.reason = read_name(speedup.get("reason"))
         row.acceptance = acceptance

@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError, describe_violation, first_line
 from spectrain.files import write_text
 
 from .chat_template import Message
@@ -333,9 +333,7 @@ def check_manifest(content: Any) -> None:
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where or 'its content'}: {first['msg'].lower()}") from error
+        raise ValueError(describe_violation(error)) from error
     if manifest.conversations > MAX_SHARDS * manifest.shard_size:
         raise ValueError(
             f"conversations: {manifest.conversations} in shards of {manifest.shard_size} are "

@@ -7,6 +7,7 @@ Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from spectrain.errors import UserError
 
 from .fused import FusedFamily, FusedFiles, TensorNames
 from .fused_config import HEAD, layer_rope
-from .layout import DrafterCheckpoint, MissingTarget
+from .layout import DrafterCheckpoint, ExpectedTensors, MissingTarget
 from .targets import TargetFiles
 
 NUM_FUSED_LAYERS = 3
@@ -60,6 +61,19 @@ class Eagle3Family(FusedFamily):
                     "--target"
                 )
             tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
+
+    def adjust_expected(self, source: FusedFiles, expected: ExpectedTensors) -> ExpectedTensors:
+        """Require the output layer where config.json counts its rows, because SGLang then takes
+        none from the target.
+        """
+        is_head = {name: source.layout.names.to_native(name) == HEAD for name in expected.optional}
+        if source.config.draft_vocab_size is None or not any(is_head.values()):
+            return expected
+        own, optional = (
+            {name: shape for name, shape in expected.optional.items() if is_head[name] is wanted}
+            for wanted in (True, False)
+        )
+        return replace(expected, required={**expected.required, **own}, optional=optional)
 
     def complete(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> DrafterCheckpoint:
         if drafter.drafter["layers"] is None and target is not None:

@@ -113,6 +113,10 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         if not tensor.is_floating_point():
             continue
         names_by_dtype.setdefault(tensor.dtype, name)
+        # Weights with scales have been multiplied by them, and have another type.
+        fault = judge_type(tensor.dtype, torch.float32)
+        if fault is not None:
+            yield type_finding(name, fault)
         if not has_finite_values(tensor):
             yield Finding(
                 "not-finite",
@@ -215,13 +219,7 @@ def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Fin
         tensor = files.tensors.get(name)
         fault = None if tensor is None else judge_type(tensor.dtype, expected_type)
         if fault is not None:
-            yield Finding(
-                "type",
-                "error",
-                f"{name} {fault}",
-                "it is not the tensor that was trained",
-                "copy the files again",
-            )
+            yield type_finding(name, fault)
     names = {*expected.required, *expected.optional}
     unknown = [
         name
@@ -237,6 +235,17 @@ def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Fin
             "SGLang and the Medusa loaders silently drop it, vLLM may stop",
             "rename it to what the layout says, or delete it",
         )
+
+
+def type_finding(name: str, fault: str) -> Finding:
+    """Return the finding of a tensor that holds numbers of another kind than the trained one."""
+    return Finding(
+        "type",
+        "error",
+        f"{name} {fault}",
+        "it is not the tensor that was trained",
+        "copy the files again",
+    )
 
 
 def explain_missing(name: str) -> str:

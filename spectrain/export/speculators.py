@@ -142,15 +142,25 @@ def eagle3_findings(source: FusedFiles) -> Iterator[Finding]:
             "every engine uses its own default",
             "write the layers that it was trained on",
         )
-    if EMBEDDING not in source.files.tensors:
+    if EMBEDDING in source.files.tensors:
+        return
+    if source.files.config.get("embed_requires_grad"):
         yield Finding(
             "missing-embed-tokens",
             "error",
-            f"{EMBEDDING} is missing",
-            "vLLM uses the target's, but the speculators library silently loads zeros",
-            "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
-            is_repairable=True,
+            f"{EMBEDDING} is missing, and by config.json (embed_requires_grad) it was trained",
+            "engines read the target's in its place, or zeros",
+            "copy the files again",
         )
+        return
+    yield Finding(
+        "missing-embed-tokens",
+        "error",
+        f"{EMBEDDING} is missing",
+        "vLLM uses the target's, but the speculators library silently loads zeros",
+        "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
+        is_repairable=True,
+    )
 
 
 def with_embedding(export: Export) -> dict[str, Tensor]:

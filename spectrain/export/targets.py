@@ -32,6 +32,7 @@ from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 from spectrain.models.tokenizer_files import check_tokenizer_file
+from spectrain.training.checkpoints import judge_type
 
 BUNDLED_TARGETS = ("tiny", "smollm2")
 """Choices of `target` whose name is all that loading needs."""
@@ -282,11 +283,21 @@ class TargetFiles:
             with open_tensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     if name.endswith(endings) and not name.startswith("vision"):
-                        return file.get_tensor(name)
+                        return self._require_real(name, file.get_tensor(name))
         raise UserError(
             f"target {self.reference}: its {what} is not among its safetensors; save the model "
             "with save_pretrained"
         )
+
+    def _require_real(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor; raise UserError where its numbers are none without their scales."""
+        fault = judge_type(tensor.dtype, torch.float32)
+        if fault is not None:
+            raise UserError(
+                f"target {self.reference}: {name} {fault}, and drafters borrow it; use one "
+                "that has it in float32, bfloat16 or float16"
+            )
+        return tensor
 
     def template_hash(self) -> str:
         """Return a hash of tokens and chat template, equal for targets that use the same ids and

@@ -28,6 +28,9 @@ MAX_STATE_ERROR = 0.1
 tiny and SmolLM2: bfloat16 instead of float32 causes at most 0.02, float8 0.03, and neighbouring
 layers differ by at least 0.19."""
 SCALES = "hidden_states_scales"
+STATE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3")
+"""The types of states that are read, as safetensors names them."""
+TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 SAMPLE_TOKENS = 256  # tokens by which layers and target are compared
 
 
@@ -60,14 +63,23 @@ def read_contents(file: Path, width: int) -> FileContents:
         names = tensors.keys()
         states = tensors.get_slice("hidden_states")
         shape = states.get_shape()
+        scales = tensors.get_slice(SCALES).get_shape() if SCALES in names else None
         named = (tensors.metadata() or {}).get("layers")
+    if tokens.dim() != 1 or tokens.dtype not in TOKEN_DTYPES:
+        raise UserError(f"{file}: token_ids is no list of whole numbers; capture it again")
     if len(shape) != 3 or shape[0] != len(tokens) or shape[2] != width or shape[1] < 1:
         raise UserError(
             f"{file}: hidden_states is {shape}; expected [{len(tokens)}, layers, {width}]"
         )
-    if states.get_dtype() == "F8_E4M3" and SCALES not in names:
+    dtype = states.get_dtype()
+    if dtype == "F8_E4M3" and scales is None:
         raise UserError(f"{file}: its states are float8 and {SCALES} is missing; capture it again")
-    layers = tuple(map(int, re.findall(r"\d+", named))) if named else None
+    if scales is not None and scales != [len(tokens), 1, 1]:
+        raise UserError(f"{file}: {SCALES} is {scales}; expected [{len(tokens)}, 1, 1]")
+    if dtype not in STATE_DTYPES:
+        raise UserError(f"{file}: no states of type {dtype} are read; capture it again")
+    # No model has layers with more digits.
+    layers = tuple(map(int, re.findall(r"\d{1,6}", named))) if named else None
     if layers is not None and len(layers) != shape[1]:
         raise UserError(
             f"{file}: its metadata names {len(layers)} layers, and it holds {shape[1]}; capture "
@@ -217,6 +229,10 @@ class SpeculatorsCache(FeatureCache):
             raise UserError(
                 f"{file}: it cannot be read ({reason}); delete it, and the target runs instead"
             ) from error
+        if not states.isfinite().all():
+            raise UserError(
+                f"{file}: its states hold NaN or infinity; delete it, and the target runs instead"
+            )
         numbers = [
             self.stored_layers.index(self.target.num_layers if layer == "final" else layer)
             for layer in layers

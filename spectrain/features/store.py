@@ -43,7 +43,7 @@ from spectrain.models.target import Target
 from spectrain.output.streams import print_text
 
 from .base import FeatureCache
-from .store_contents import FORMAT_VERSION, SCALED_DTYPES, StoreContents, read_manifest
+from .store_contents import SCALED_DTYPES, StoreContents, format_manifest, read_manifest
 
 HEADER_BYTES = 600
 """Upper bound of the bytes that a sequence takes in the header of its shard and in the index, in
@@ -181,6 +181,11 @@ class FeatureStore(FeatureCache):
             return None
         key = self.contents.sequence_key(example)
         tensors = self.pending.get(key) or self._load_tensors(key)
+        if tensors is not None and not self.contents.matches_tensors(example, tensors):
+            # A checksum of bytes says nothing of a header.
+            file = f"{self.shard_names[key]}.safetensors"
+            self._drop_shard(file, "its tensors have other types or sizes than what was stored")
+            return None
         return None if tensors is None else self._decode_tensors(example, tensors, layers, like)
 
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
@@ -258,8 +263,7 @@ class FeatureStore(FeatureCache):
             self.path / ".lock", taken, REPEAT_COMMAND, MANIFEST_SECONDS, is_temporary=True
         ):
             if not self.manifest.exists():
-                content = {"format": FORMAT_VERSION, **asdict(self.contents)}
-                write_text(self.manifest, json.dumps(content, indent=2) + "\n")
+                write_text(self.manifest, format_manifest(self.contents))
             elif read_manifest(self.manifest) != self.contents:
                 raise UserError(
                     f"source.path={self.path}: another process has begun to store other features "

@@ -5,17 +5,20 @@ layers, D width.
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from spectrain.config.plain_files import read_json_object
 from spectrain.data.chat import Example
-from spectrain.errors import UserError
+from spectrain.errors import UserError, describe_violation
+from spectrain.models.checked_tensors import CHECKSUM_KEY, hash_settings
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
@@ -73,7 +76,8 @@ def select_final_positions(mask: list[bool], reach: int) -> Tensor:
     each of them.
     """
     carries = torch.tensor([*mask[1:], False])
-    for _ in range(reach):
+    # A text ends the reach of every loss.
+    for _ in range(min(reach, len(mask))):
         carries = carries | torch.cat([carries[1:], carries.new_zeros(1)])
     return carries.nonzero()[:, 0]
 
@@ -117,16 +121,18 @@ def hash_samples(weights: dict[str, nn.Parameter], num_samples: int) -> str:
 class StoreContents:
     """Describes what a store holds of every sequence, and for which target."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     target: str
     path: str
     weights: str | None  # hash of all weights; None if a target without layers began the store
     template: str  # hash of the chat template
     layers: tuple[Layer, ...]
-    width: int
+    width: PositiveInt
     dtype: StoreDtype
     # "final" is stored only at the positions of `select_final_positions`; None stores it at every
     # position.
-    final_reach: int | None
+    final_reach: NonNegativeInt | None
     # Hash of the weights outside of the layers; None in older stores.
     head: str | None = None
     # The server that captured the states; None for this project's own forward.
@@ -217,6 +223,27 @@ class StoreContents:
                 )
         return states
 
+    def matches_tensors(self, example: Example, tensors: dict[str, Tensor]) -> bool:
+        """Tell whether the stored tensors of a sequence have the types and sizes that this says."""
+        for part in {name.partition(".")[0] for name in tensors}:
+            if part == "hidden":
+                inner = [len(self.dense_layers), self.width]
+                # States that no loss reads may be missing at the end.
+                length = len(tensors[part])
+                fits = length <= len(example.tokens)
+            else:
+                inner = [self.width]
+                length = len(select_final_positions(example.mask, self.final_reach or 0))
+                fits = True
+            states, scale = tensors[part], tensors.get(f"{part}.scale")
+            fits &= [*states.shape] == [length, *inner]
+            fits &= states.dtype == TORCH_DTYPES[self.dtype]
+            if scale is not None:
+                fits &= [*scale.shape] == [length, *inner[:-1]] and scale.dtype == torch.float32
+            if not fits:
+                return False
+        return True
+
     def check_serves(self, requested: StoreContents, where: Path) -> None:
         """Raise `UserError` with the reason if the requested contents cannot be read from this
         store.
@@ -234,6 +261,8 @@ class StoreContents:
                 f"it was captured from {self.target} ({self.path}), whose weights are not "
                 f"those of {requested.target}"
             )
+        elif self.width != requested.width:
+            reason = f"it holds states of {self.width} numbers, and {requested.width} are read"
         elif self.template != requested.template:
             reason = (
                 "it was captured with another chat template, so it would contain none of the "
@@ -270,10 +299,24 @@ def read_manifest(path: Path) -> StoreContents:
     """Read what a store holds from its manifest."""
     try:
         facts = read_json_object(path)
-        if facts.pop("format") != FORMAT_VERSION or facts["dtype"] not in get_args(StoreDtype):
+        # Manifests of earlier versions have no checksum.
+        if facts.pop(CHECKSUM_KEY, hash_settings(facts)) != hash_settings(facts):
+            raise ValueError("it does not have the checksum that it was saved with")
+        if facts.pop("format", None) != FORMAT_VERSION:
             raise ValueError("it is of another version of spectrain")
-        return StoreContents(**{**facts, "layers": tuple(facts["layers"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return CONTENTS.validate_json(json.dumps(facts), strict=True)
+    except ValueError as error:
+        reason = describe_violation(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{path}: this manifest cannot be read ({error}); capture to another folder"
+            f"{path}: this manifest cannot be read ({reason}); put back a copy, or capture to "
+            "another folder"
         ) from error
+
+
+def format_manifest(contents: StoreContents) -> str:
+    """Return the text of a store's manifest."""
+    facts = {"format": FORMAT_VERSION, **asdict(contents)}
+    return json.dumps({**facts, CHECKSUM_KEY: hash_settings(facts)}, indent=2) + "\n"
+
+
+CONTENTS = TypeAdapter(StoreContents)

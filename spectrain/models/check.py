@@ -49,7 +49,7 @@ def check_exact(target: Target) -> None:
     tokens = _sample_tokens(target)
     layers = _checked_layers(target)
     keeps_state = target.architecture.keeps_state
-    check_weights(target)
+    check_weights(target.model, f"target {target.name}")
     with explain_incompatibility(target.name), reference_model(target) as model:
         # Requesting output_hidden_states would leave hooks in the model.
         with target.capture_layers(layers) as captured:
@@ -72,11 +72,11 @@ def check_exact(target: Target) -> None:
                 )
 
 
-def check_weights(target: Target) -> None:
+def check_weights(model: nn.Module, what: str) -> None:
     """Raise UserError for a weight that holds NaN or infinity, also where the sample text does not
-    reach it, as in the row of a rare token or in an expert.
+    reach it, as in the row of a rare token or in an expert; `what` names the model.
     """
-    for name, weight in target.model.named_parameters():
+    for name, weight in model.named_parameters():
         own = weight.to_local() if isinstance(weight, DTensor) else weight
         # Tensors of quantizers have classes of their own.
         is_plain = type(own) in (Tensor, nn.Parameter) and not own.is_meta
@@ -85,8 +85,7 @@ def check_weights(target: Target) -> None:
         # A sum is one pass without memory; one of large numbers may overflow.
         if not own.sum().isfinite() and not has_finite_values(own):
             raise UserError(
-                f"target {target.name}: its weight {name} holds NaN or infinity; copy its files "
-                "again"
+                f"{what}: its weight {name} holds NaN or infinity; copy its files again"
             )
 
 

@@ -43,14 +43,22 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors and their checksum to a safetensors file.
+def hash_settings(settings: Mapping[str, Any]) -> str:
+    """Return the checksum of settings by name, beside which JSON files hold it."""
+    content = {key: value for key, value in settings.items() if key != CHECKSUM_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
+    """Write tensors and their checksum to a safetensors file; return the checksum.
 
     The checksum is the only entry of the metadata, because safetensors writes several in any order,
     and equal tensors are to give equal files.
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={CHECKSUM_KEY: hash_tensors(contiguous)})
+    checksum = hash_tensors(contiguous)
+    save_file(contiguous, path, metadata={CHECKSUM_KEY: checksum})
+    return checksum
 
 
 @contextmanager
@@ -100,6 +108,12 @@ def check_header(path: Path, num_names: int, remedy: str) -> None:
 def has_finite_values(tensor: Tensor) -> bool:
     """Return whether no value is NaN or infinite; torch itself asks no numbers of one byte."""
     return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
+
+
+def read_checksum(path: Path, remedy: str) -> str | None:
+    """Return the checksum that a safetensors file carries; None where it carries none."""
+    with open_tensors(path, remedy) as file:
+        return (file.metadata() or {}).get(CHECKSUM_KEY)
 
 
 def read_tensors(path: Path, remedy: str, limit: int | None = None) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from .bundled import (
     load_block_network,
     load_tiny_tokenizer,
 )
-from .check import check_exact, check_vision
+from .check import check_exact, check_vision, check_weights
 from .checkpoint_files import CheckpointFiles, check_index
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
@@ -307,6 +307,7 @@ def load_hf(
     if reads_weights and parts == "head":
         with explain_load_failure(model):
             load_head(target, CheckpointFiles.open_model(location, revision), device)
+            check_weights(target.model, f"target {target.name}")
     elif reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(

@@ -29,7 +29,8 @@ from spectrain.config.plain_files import read_json_object
 from spectrain.errors import UserError, first_line
 
 from .checked_tensors import open_tensors
-from .checkpoint_files import INDEX_FILE, SINGLE_FILE, list_weight_files
+from .checkpoint_files import INDEX_FILE, SINGLE_FILE, check_index, list_weight_files
+from .model_sizes import check_model_directory
 
 REPORT_ROW = re.compile(
     r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)",
@@ -40,8 +41,10 @@ LAYER_WEIGHT = re.compile(r"(?P<layers>\D+\.)(?P<index>\d+)\.(?P<weight>.+)")
 """The name of a weight of a layer, as in model.layers.3.mlp.up_proj.weight."""
 QUANTIZED = ("quantization_config", "compression_config")
 """Keys of config.json that say how weights are quantized."""
-REAL_DTYPES = ("F", "BF")
-"""Beginnings of the names of safetensors' types of real numbers."""
+REAL_DTYPES = ("F64", "F32", "F16", "BF16")
+"""The names of safetensors' types of real numbers that need no scales."""
+SCALED_DTYPES = ("F8_", "F6_", "F4")
+"""Beginnings of the names of its shorter ones."""
 SCALES = (".weight_scale", ".weight_scale_inv")
 """Ends of the names of tensors by which quantized weights are multiplied."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
@@ -87,6 +90,16 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
             reports.clear()
             raise UserError(f"{key}={model}: {fault}; {ADVICE}")
     return network
+
+
+def check_model_files(model: str | Path) -> None:
+    """Raise a UserError where the files of a model's directory contradict each other, or where
+    reading them would not end. Its tokenizer, too, may be loaded only afterwards; of a name on the
+    hub nothing is checked.
+    """
+    folder = Path(model)
+    check_model_directory(folder)
+    check_index(folder)
 
 
 @contextmanager
@@ -160,7 +173,7 @@ def describe_unread_quantization(
     files: Collection[Path], unexpected: Collection[str]
 ) -> str | None:
     """Describe the first weight that transformers took for real numbers although its files hold
-    integers, or scales of it; None where there is none.
+    integers, numbers that need scales, or scales of it; None where there is none.
     """
     if not files:
         return None
@@ -174,7 +187,9 @@ def describe_unread_quantization(
         with open_tensors(file, "copy the file again") as tensors:
             for name in set(tensors.keys()).difference(unexpected):
                 dtype = tensors.get_slice(name).get_dtype()
-                if name.endswith(".weight") and not dtype.startswith(REAL_DTYPES):
+                if dtype.startswith(SCALED_DTYPES):
+                    return f"{name} holds rounded numbers ({dtype}) without their scales"
+                if name.endswith(".weight") and dtype not in REAL_DTYPES:
                     return f"{name} holds no real numbers ({dtype}) in its files"
     return None
 

@@ -37,6 +37,10 @@ from spectrain.errors import UserError, suggest_nearest
 DEFAULT_THETA = 10000.0
 # Largest number of any key; bases of long contexts have ten digits.
 MAX_NUMBER = 1e15
+BOUNDS = {"rope_theta": (1, "above 1"), "factor": (math.nextafter(1, 0), "of 1 or more")}
+"""Key -> what its number is above, and in words; of any other it is 0. A base lets frequencies
+fall, and a factor makes texts longer.
+"""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 FACTOR_LISTS = ("short_factor", "long_factor")
 PARTIAL = "partial_rotary_factor"
@@ -233,12 +237,12 @@ def _check_value(kind: str, key: str, value: Any) -> Any:
 
 
 def _check_number(kind: str, key: str, value: Any) -> Any:
-    """Return a number above 0; a base is above 1, so that frequencies fall."""
+    """Return a number within the bounds of its key."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    least = 1 if key == "rope_theta" else 0
+    least, bound = BOUNDS.get(key, (0, "above 0"))
     if not is_number or not least < value <= MAX_NUMBER:
         raise RopeError(
-            f"rope_type={kind}: {key}={value!r} must be a number above {least}, and no larger "
+            f"rope_type={kind}: {key}={value!r} must be a number {bound}, and no larger "
             f"than {MAX_NUMBER:g}"
         )
     return value

@@ -304,7 +304,7 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     for name, tensor in weights.items():
         if not has_finite_values(tensor):
             path = directory / home.get(name, "model.safetensors")
-            raise RunError(
+            raise UserError(
                 f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier "
                 "checkpoint"
             )

@@ -165,8 +165,9 @@ def check_inputs(run: Path, facts: InputFacts, checkpoint: Path, accepts_changes
     """
     path = run / "provenance.json"
     saved = read_json_object(path)
+    kinds: dict[str, type[Any]] = {"data": dict, "inputs": dict, "changes": list}
     if not all(
-        isinstance(saved.get(name, {}), dict) for name in ("data", "inputs")
+        isinstance(saved.get(name, kind()), kind) for name, kind in kinds.items()
     ) or "tokens" not in saved.get("data", {}):
         raise UserError(
             f"{path}: it does not say what the run began with; put back a copy, or train in "

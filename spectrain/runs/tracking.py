@@ -152,6 +152,12 @@ class Wandb(Tracker):
         self.state: dict[str, Any] = (
             read_json_object(self.state_file) if self.state_file.exists() else {}
         )
+        # The ids of the runs by kind, and the last step.
+        kinds: dict[str, type[Any]] = {"last_step": int}
+        if not all(isinstance(value, kinds.get(key, str)) for key, value in self.state.items()):
+            raise UserError(
+                f"{self.state_file}: it holds no ids of W&B; delete it, and a new run begins there"
+            )
         if kind in self.state:
             return self.state[kind], True
         self.state[kind] = secrets.token_hex(4)

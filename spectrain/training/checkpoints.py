@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError, describe_violation, first_line
 from spectrain.files import atomic_write
-from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_tensors
+from spectrain.models.checked_tensors import (
+    CHECKSUM_KEY,
+    DamagedFile,
+    hash_settings,
+    read_checksum,
+    read_tensors,
+    save_tensors,
+)
 from spectrain.models.target import Target
 from spectrain.output.streams import print_warning
 
 from .adapters import select_stage_groups
 from .validation_history import HeldOutGain
 
-CHECKSUM_KEY = "sha256"
+TENSORS_KEY = "tensors"
+"""Key of progress.json with the checksums of the files of tensors beside it."""
 CHECKPOINT_NAME = re.compile("step-[0-9]{6,12}")
 BEST_NAME = re.compile("best-[0-9]{6,12}")
 UNFINISHED_NAME = re.compile(r"(step|best)-[0-9]{6,12}\.part")
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
-TYPE_FAULTS = ("holds fractions", "holds no real numbers", "holds no integers")
+TYPE_FAULTS = (
+    "holds fractions",
+    "holds no real numbers",
+    "holds no integers",
+    "holds 8-bit floats without their scales",
+)
 """What a stored tensor can be where other numbers are expected."""
 
 
@@ -89,10 +101,11 @@ def save_checkpoint(
     checkpoints.
     """
     with atomic_write(path, folder=True, remedy=resume_advice(path.parent.parent)) as scratch:
-        save_tensors(weights, scratch / "model.safetensors")
-        save_tensors(optimizer, scratch / "optimizer.safetensors")
+        parts = {"model.safetensors": weights, "optimizer.safetensors": optimizer}
+        checksums = {file: save_tensors(part, scratch / file) for file, part in parts.items()}
+        content = progress | {TENSORS_KEY: checksums}
         (scratch / "progress.json").write_text(
-            json.dumps(progress | {CHECKSUM_KEY: hash_progress(progress)})
+            json.dumps(content | {CHECKSUM_KEY: hash_settings(content)})
         )
     for old in _list_checkpoints(path.parent)[:-keep]:
         # renamed first: what is half deleted is no checkpoint
@@ -124,12 +137,8 @@ class SavedProgress(BaseModel):
     spent: dict[str, Any]
     looks: dict[str, Any]
     tallies: list[dict[str, Any]]
-
-
-def hash_progress(progress: dict[str, Any]) -> str:
-    """Return the checksum of the content of progress.json."""
-    content = {key: value for key, value in progress.items() if key != CHECKSUM_KEY}
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    # Checkpoints of earlier versions have none.
+    tensors: dict[str, str] = {}
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
@@ -143,10 +152,8 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         saved = SavedProgress.model_validate(progress)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "its content"
         raise UserError(
-            f"{path}: it was changed: {where}: {first['msg'].lower()}; {DELETE_ADVICE}"
+            f"{path}: it was changed: {describe_violation(error)}; {DELETE_ADVICE}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(
@@ -158,7 +165,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
             f"{DELETE_ADVICE}"
         )
     # Checkpoints of earlier versions have no checksum.
-    if progress.get(CHECKSUM_KEY, hash_progress(progress)) != hash_progress(progress):
+    if progress.get(CHECKSUM_KEY, hash_settings(progress)) != hash_settings(progress):
         raise UserError(
             f"{path}: it was changed: it does not have the checksum that it was saved with; "
             f"{DELETE_ADVICE}"
@@ -171,8 +178,16 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], d
     not what was saved.
     """
     progress = read_progress(path)
-    weights = read_tensors(path / "model.safetensors", DELETE_ADVICE)
-    return weights, read_tensors(path / "optimizer.safetensors", DELETE_ADVICE), progress
+    parts = []
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        parts.append(read_tensors(path / name, DELETE_ADVICE))
+        saved = progress.get(TENSORS_KEY, {}).get(name)
+        if saved is not None and read_checksum(path / name, DELETE_ADVICE) != saved:
+            raise UserError(
+                f"{path / name}: it was changed: it is not of this checkpoint; {DELETE_ADVICE}"
+            )
+    weights, optimizer = parts
+    return weights, optimizer, progress
 
 
 def set_aside_damaged(run: Path) -> None:
@@ -245,11 +260,13 @@ def judge_type(stored: torch.dtype, expected: torch.dtype) -> str | None:
     """Return which of TYPE_FAULTS the type of a stored tensor has in place of the expected type;
     None where its numbers fit.
     """
-    fractions, no_reals, no_integers = TYPE_FAULTS
+    fractions, no_reals, no_integers, no_scales = TYPE_FAULTS
     if stored.is_floating_point > expected.is_floating_point:
         return fractions
     if stored.is_floating_point < expected.is_floating_point:
         return no_reals
+    if stored.is_floating_point and stored.itemsize == 1 < expected.itemsize:
+        return no_scales
     holds_integers = not stored.is_complex and stored != torch.bool
     expects_integers = not expected.is_floating_point and expected != torch.bool
     return no_integers if expects_integers and not holds_integers else None
@@ -496,9 +513,11 @@ def load_start(run: Path, drafter: Drafter) -> None:
     are not what was saved.
     """
     path = start_weights_path(run)
-    load_tensors(
-        drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out")
-    )
+    remedy = f"delete {path.parent}, and the score leaves the start out"
+    weights = read_tensors(path, remedy)
+    for _, fault in find_mismatches(drafter, weights):
+        raise DamagedFile(f"{path}: it is of another drafter: {fault}; {remedy}")
+    load_tensors(drafter, weights)
 
 
 def delete_start(run: Path) -> None:

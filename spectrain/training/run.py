@@ -480,7 +480,8 @@ class TrainingRun(RunProgress):
                     {name: tensor.clone() for name, tensor in part.items()}
                     for part in (weights, tensors)
                 )
-            progress = self.state_dict(position, tallies, numbers) | describe_files(self.run)
+            progress = self.state_dict(position, tallies, numbers)
+            progress |= describe_files(self.run, self.validation_history.best_step)
             path = checkpoint_path(self.run, self.step)
             self.monitor.report_status(self.step, "saving a checkpoint")
             keep = self.trainer.keep_checkpoints

@@ -1,7 +1,7 @@
 """The files of a training run beside its checkpoints, which a resumed training goes on with: the
 metrics, the weights that it began with and those of the best validation.
 
-Each checkpoint says what the first two held when it was saved.
+Each checkpoint says what these held when it was saved.
 """
 
 from hashlib import sha256
@@ -10,7 +10,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.files import require_regular_file
-from spectrain.models.checked_tensors import CHECKSUM_KEY, open_tensors, read_tensors
+from spectrain.models.checked_tensors import read_checksum, read_tensors
 from spectrain.output.streams import print_warning
 
 from .checkpoints import best_weights_path, load_best, read_progress, start_weights_path
@@ -18,18 +18,23 @@ from .metrics import METRICS_NAME
 
 FILES_KEY = "files"
 START_ADVICE = "put back a copy, or delete its folder, and the score leaves the start out"
+BEST_ADVICE = "put back a copy, or delete its folder, and the best validation is looked for anew"
 METRICS_ADVICE = "put back a copy, or delete it and go on without the metrics of these steps"
 CHUNK_BYTES = 2**20
 
 
-def describe_files(run: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about the files beside it, under its key of progress.json."""
+def describe_files(run: Path, best_step: int) -> dict[str, Any]:
+    """Return what a checkpoint says about the files beside it, under its key of progress.json;
+    `best_step` is the step of the best validation.
+    """
     metrics, start = run / METRICS_NAME, start_weights_path(run)
+    best = best_weights_path(run, best_step) / "model.safetensors"
     size = metrics.stat().st_size if metrics.is_file() else 0
     return {
         FILES_KEY: {
             "metrics": {"bytes": size, "sha256": hash_beginning(metrics, size)},
-            "start": _read_checksum(start) if start.exists() else None,
+            "start": read_checksum(start, START_ADVICE) if start.exists() else None,
+            "best": read_checksum(best, BEST_ADVICE) if best.exists() else None,
         }
     }
 
@@ -61,13 +66,18 @@ def check_run_files(run: Path, checkpoint: Path) -> None:
     if start.parent.exists():
         checksum = saved.get("start")
         read_tensors(start, START_ADVICE)
-        if checksum is not None and _read_checksum(start) != checksum:
+        if checksum is not None and read_checksum(start, START_ADVICE) != checksum:
             raise UserError(f"{start}: the run began with other weights; {START_ADVICE}")
     elif saved.get("start") is not None:
         print_warning(f"{start}: it is missing; the score leaves the start out")
     best_step = progress["looks"].get("best_step", 0)
-    if best_weights_path(run, best_step).exists():
+    best = best_weights_path(run, best_step)
+    if best.exists():
         load_best(run, best_step)
+        checksum = saved.get("best")
+        path = best / "model.safetensors"
+        if checksum is not None and read_checksum(path, BEST_ADVICE) != checksum:
+            raise UserError(f"{path}: the best validation had other weights; {BEST_ADVICE}")
 
 
 def _check_metrics(path: Path, checkpoint: Path, bytes: int, sha256: str) -> None:
@@ -82,9 +92,3 @@ def _check_metrics(path: Path, checkpoint: Path, bytes: int, sha256: str) -> Non
             f"{path}: it was changed: its first {bytes} bytes are not those of {checkpoint.name}; "
             f"{METRICS_ADVICE}"
         )
-
-
-def _read_checksum(path: Path) -> str | None:
-    """Return the checksum in a file of tensors."""
-    with open_tensors(path, START_ADVICE) as file:
-        return (file.metadata() or {}).get(CHECKSUM_KEY)

@@ -29,10 +29,11 @@ from spectrain.drafters.layers.fitted_start import (
     state_scale,
 )
 from spectrain.drafters.layers.vocabulary import Supervision
-from spectrain.errors import RunError
+from spectrain.errors import RunError, UserError
 from spectrain.features.base import BatchRequest, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
+from spectrain.models.checked_tensors import save_tensors
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.trainer import Trainer
@@ -284,6 +285,9 @@ def test_the_fitted_start_is_saved(shallow: Target, tmp_path: Path) -> None:
         # Entries of 0 change by the rate.
         assert torch.allclose(value, start.state_dict()[name], rtol=1e-6, atol=1e-29), name
     assert not torch.equal(untrained["fc.weight"], start.state_dict()["fc.weight"])
+    save_tensors({"fc.weight": torch.zeros(2, 2)}, start_weights_path(tmp_path))
+    with pytest.raises(UserError, match="it is of another drafter: fc.weight has another shape"):
+        load_start(tmp_path, start)
     Trainer(lr=1e-3, max_steps=1, batch_tokens=60).fit(
         make_drafter(shallow, fit_tokens=0),
         shallow,

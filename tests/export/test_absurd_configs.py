@@ -287,7 +287,7 @@ def test_pipes_and_huge_files_are_not_read(
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 # transformers loads models with these and only warns of some.
 WRONG_ROPE: list[tuple[dict[str, Any], str]] = [
-    ({"rope_type": "linear", "factor": -2}, "factor=-2 must be a number above 0"),
+    ({"rope_type": "linear", "factor": -2}, "factor=-2 must be a number of 1 or more"),
     ({"rope_theta": 0}, "rope_theta=0 must be a number above 1"),
     ({"rope_type": "yarn"}, "factor is missing"),
     ({"ropetype": "yarn", "factor": 2.0}, "ropetype: no reader has a key of this spelling"),

@@ -1,7 +1,9 @@
 """The linter finds every seeded fault by its name, and nothing in sound files."""
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.export.container import Finding
-from spectrain.export.converter import convert
+from spectrain.export.converter import convert, read_drafter
 from spectrain.export.drafter_files import DrafterFiles
 from spectrain.export.file_checks import check_run_settings
 from spectrain.export.layouts import detect_layout
@@ -28,7 +30,7 @@ from spectrain.export.native import NATIVE
 from spectrain.export.targets import TargetFiles
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
-from spectrain.runs.drafters import save_drafter
+from spectrain.runs.drafters import load_for_decoding, load_weights, save_drafter
 from spectrain.training.trainer import Trainer
 
 from . import foreign
@@ -97,6 +99,8 @@ SPECULATORS: dict[str, tuple[str, Change]] = {
         "head-rows", lambda config,
         tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:200]})),
     "NaN": ("not-finite", lambda config, tensors: tensors["fc.weight"].fill_(float("nan"))),
+    "8-bit floats without scales": ("type", lambda config,
+        tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)})),
     "a name with a prefix": ("unknown-tensor",
         rename_tensor("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
     "two types": ("mixed-dtype", lambda config,
@@ -251,7 +255,48 @@ def test_original_medusa_with_a_head_too_many(tiny: Target, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("type_name", ["int8", "uint32", "bool", "complex64"])
+@pytest.mark.parametrize(
+    ("is_trained", "expectation"),
+    [
+        (False, nullcontext()),
+        (True, pytest.raises(UserError, match=r"embed_tokens\.weight is missing, and .* trained")),
+    ],
+)
+def test_an_embedding_that_was_trained_has_no_substitute(
+    is_trained: bool, expectation: Any, tiny: Target, tmp_path: Path
+) -> None:
+    """Where config.json says that the embedding was trained, the target's cannot replace it, and
+    eval refuses the files as lint does.
+    """
+    folder = change_files(
+        foreign.write_speculators(tmp_path, tiny),
+        lambda config, tensors: (
+            config.update(embed_requires_grad=is_trained),
+            tensors.pop("embed_tokens.weight"),
+        ),
+    )
+    assert "missing-embed-tokens" in find_faults(folder)
+    with expectation:
+        read_drafter(folder, TINY)
+
+
+def test_an_output_layer_whose_rows_are_counted_is_required(tiny: Target, tmp_path: Path) -> None:
+    """SGLang takes the target's output layer only where config.json has no draft_vocab_size."""
+    folder = foreign.write_specforge(tmp_path, tiny, draft_vocab=2048)
+    change_files(folder, lambda config, tensors: [tensors.pop(name) for name in ("d2t", "t2d")])
+    assert not find_faults(folder)
+    change_files(folder, lambda config, tensors: tensors.pop("lm_head.weight"))
+    assert find_faults(folder).keys() == find_faults(folder, None).keys() == {"missing-lm-head"}
+    with pytest.raises(UserError, match=r"lm_head\.weight is missing"):
+        read_drafter(folder, TINY)
+    change_files(folder, lambda config, tensors: config.pop("draft_vocab_size"))
+    assert not find_faults(folder)
+    assert torch.equal(
+        read_drafter(folder, TINY).tensors["lm_head.weight"], tiny.head.output.weight
+    )
+
+
+@pytest.mark.parametrize("type_name", ["int8", "uint32", "bool", "complex64", "float8_e5m2"])
 def test_weights_that_are_no_real_numbers(type_name: str, tiny: Target, tmp_path: Path) -> None:
     """A drafter in our own layout, whose target its config.json names, is refused as in loading."""
 
@@ -261,6 +306,42 @@ def test_weights_that_are_no_real_numbers(type_name: str, tiny: Target, tmp_path
     start = convert(ours(tmp_path / "start", tiny, "eagle3"), tmp_path / "out", "spectrain", TINY)
     assert not find_faults(start)
     assert "type" in find_faults(change_files(start, change_type))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight.fill_(torch.nan), "fc.weight holds NaN or infinity"),
+        (lambda weight: weight.to(torch.float8_e4m3fn), "holds 8-bit floats without their scales"),
+    ],
+)
+def test_weights_that_lint_refuses_are_not_loaded(
+    change: Callable[[Tensor], Tensor], message: str, tiny: Target, tmp_path: Path
+) -> None:
+    """A damaged file is a mistake of the user's, not a failure of the command."""
+    start = convert(ours(tmp_path / "start", tiny, "eagle3"), tmp_path / "out", "spectrain", TINY)
+    drafter = load_for_decoding(start, tiny)
+    change_files(
+        start,
+        lambda config, tensors: tensors.update({"fc.weight": change(tensors["fc.weight"])}),
+    )
+    with pytest.raises(UserError, match=f"model.safetensors: .*{message}"):
+        load_weights(drafter, start, tiny)
+
+
+@pytest.mark.parametrize("type_name", ["int8", "float8_e4m3fn"])
+def test_an_embedding_without_its_scales_is_not_borrowed(type_name: str, tmp_path: Path) -> None:
+    """An export would write such numbers as if they were the weights."""
+    folder = tmp_path / "target"
+    shutil.copytree(TINY.directory, folder)
+    change_files(
+        folder,
+        lambda config, tensors: tensors.update(
+            {name: tensor.to(getattr(torch, type_name)) for name, tensor in tensors.items()}
+        ),
+    )
+    with pytest.raises(UserError, match=r"embed_tokens\.weight holds .*, and drafters borrow it"):
+        TargetFiles(str(folder)).load_embedding()
 
 
 def test_complete_models(tiny: Target, tmp_path: Path) -> None:

@@ -274,7 +274,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"rope_type": "default", "rope_theta": 1e308},
         "rope_theta=1e+308 must be",
     ),
-    "a factor without end": ({"rope_type": "linear", "factor": 10**30}, "must be a number above 0"),
+    "a factor without end": ({"rope_type": "linear", "factor": 10**30}, "no larger than 1e"),
+    "a factor below 1": ({"rope_type": "linear", "factor": 0.5}, "must be a number of 1 or more"),
     "true for one": (
         {"rope_type": "yarn", "factor": 4.0, "beta_slow": True},
         "beta_slow=True must be a number",

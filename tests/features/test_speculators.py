@@ -316,5 +316,41 @@ def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> Non
         save_file(wrong, folder / "hs_7.safetensors")
         with pytest.raises(UserError, match=f"hs_7.*{reason}"):
             SpeculatorsCache(folder, tiny)
+    states = torch.zeros(5, 4, 128)
+    tokens = torch.arange(5)
+    float8 = states.to(torch.float8_e4m3fn)
+    for wrong, reason in (
+        ({"hidden_states": states, "token_ids": tokens.float()}, "no list of whole numbers"),
+        ({"hidden_states": states, "token_ids": tokens[None]}, "no list of whole numbers"),
+        ({"hidden_states": states.to(torch.int8), "token_ids": tokens}, "type I8 are read"),
+        (
+            {"hidden_states": states.to(torch.float8_e5m2), "token_ids": tokens},
+            "type F8_E5M2 are read",
+        ),
+        (
+            {
+                "hidden_states": float8,
+                "token_ids": tokens,
+                "hidden_states_scales": torch.ones(5),
+            },
+            r"hidden_states_scales is \[5\]; expected \[5, 1, 1\]",
+        ),
+    ):
+        save_file(wrong, folder / "hs_7.safetensors")
+        with pytest.raises(UserError, match=f"hs_7.*{reason}"):
+            SpeculatorsCache(folder, tiny)
     assert find_hidden_states(tmp_path) == find_hidden_states(folder) == folder
     assert find_hidden_states(tmp_path.parent / "nowhere") is None
+
+
+def test_states_that_are_no_numbers_are_refused(tiny: Target, tmp_path: Path) -> None:
+    """Training would leave out the steps of this sequence."""
+    rows = make_examples()
+    folder = write_cache(tmp_path, tiny, rows) / "hidden_states"
+    tensors = load_file(folder / "hs_3.safetensors")
+    tensors["hidden_states"][4, 1, 2] = torch.nan
+    save_file(tensors, folder / "hs_3.safetensors")
+    cache = SpeculatorsCache(folder, tiny)
+    assert cache.read_states(rows[2], AUX, tiny) is not None
+    with pytest.raises(UserError, match=r"hs_3\.safetensors: its states hold NaN or infinity"):
+        cache.read_states(rows[3], AUX, tiny)

@@ -407,6 +407,75 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
         FeatureStore(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("has_checksum", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"width": "16"},
+        {"width": 0},
+        {"layers": "abc"},
+        {"layers": [2.5]},
+        {"final_reach": -1},
+        {"final_reach": "2"},
+        {"dtype": ["float32"]},
+        {"head": 3},
+    ],
+)
+def test_a_manifest_of_wrong_values_is_refused(
+    change: dict[str, Any], has_checksum: bool, tmp_path: Path
+) -> None:
+    """Manifests of earlier versions have no checksum, and their values are checked, too."""
+    fill_store(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    facts = json.loads(manifest.read_text()) | change
+    if not has_checksum:
+        del facts["sha256"]
+    manifest.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"manifest\.json: this manifest cannot be read"):
+        FeatureStore(tmp_path)
+
+
+def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """Layers in another order would be taken for each other."""
+    fill_store(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**facts, "layers": [5, 2, "final"]}))
+    with pytest.raises(UserError, match="the checksum that it was saved with"):
+        FeatureStore(tmp_path)
+    del facts["sha256"]
+    manifest.write_text(json.dumps(facts))
+    assert FeatureStore(tmp_path).contents == CONTENTS
+
+
+@pytest.mark.parametrize("change", [{"dtype": "F16"}, {"shape": [16, 3]}, {"shape": [48]}])
+def test_a_shard_whose_header_lies_is_dropped(
+    change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bytes are those that were stored, so their checksum is right; as other numbers, or in
+    another order, they would be read in silence."""
+    example = make_examples()[0]
+    fill_store(tmp_path, replace(CONTENTS, dtype="bfloat16"), [example])
+    (file,) = tmp_path.glob("features-*.safetensors")
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    (entry,) = (entry for name, entry in header.items() if name.endswith("/hidden"))
+    if "shape" in change:
+        change = {"shape": [len(example.tokens), *change["shape"]]}
+    text = json.dumps({**header, **{name: {**entry, **change} for name in header if "/" in name}})
+    file.write_bytes(data[:8] + text.replace(" ", "").encode().ljust(size) + data[8 + size :])
+    store = FeatureStore(tmp_path)
+    assert store.read_states(example, LAYERS, LIKE) is None
+    assert "its tensors have other types or sizes" in capsys.readouterr().out
+    assert store.damaged_files == [file.name]
+
+
+def test_a_reach_beyond_the_text_takes_no_longer() -> None:
+    mask = [False, False, True, False]
+    assert select_final_positions(mask, 10**12).tolist() == [0, 1]
+
+
 def test_checksums_depend_on_every_byte() -> None:
     """A checksum depends on each tensor's bytes and name; empty tensors are allowed."""
     tensors = {

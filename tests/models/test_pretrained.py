@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from spectrain.drafters.layers.small_models import load_model_files
 from spectrain.errors import UserError
+from spectrain.eval.transformers_baselines import _load_assistant
 from spectrain.models.bundled import convert_gguf, converted_directory
 from spectrain.models.checkpoint_files import INDEX_FILE
 from spectrain.models.loading import load_hf
 from spectrain.models.model_sizes import check_model_directory
 from spectrain.models.pretrained import load_pretrained
+from spectrain.models.target import Target
 from tests.models.checkpoints import save_gguf_file, save_unquantized
 
 Weights = dict[str, Tensor]
@@ -116,6 +120,11 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
     "integers": (
         lambda weights: weights.update({UP: (100 * weights[UP]).to(torch.int8)}),
         rf"{UP} holds no real numbers \(I8\) in its files",
+        {},
+    ),
+    "8-bit floats": (
+        lambda weights: weights.update({UP: weights[UP].to(torch.float8_e4m3fn)}),
+        rf"{UP} holds rounded numbers \(F8_E4M3\) without their scales",
         {},
     ),
     "truth values": (
@@ -219,6 +228,14 @@ UNFIT_VALUES: dict[str, tuple[Callable[[Weights], Any], str]] = {
         f"every token the same logit, and its weight {NORM} is zero throughout",
     ),
 }
+
+
+def test_an_output_layer_of_nan_is_refused_without_the_layers_too(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "target", lambda weights: weights[HEAD].fill_(torch.nan))
+    with pytest.raises(UserError, match=f"^target target: its weight {HEAD} holds NaN or inf"):
+        load_hf(str(folder), device="cpu", parts="head")
 
 
 @pytest.mark.parametrize("case", UNFIT_VALUES)
@@ -333,6 +350,57 @@ def test_a_damaged_index_is_named(
     (folder / INDEX_FILE).write_text(change({}))
     with pytest.raises(UserError, match=f"^{folder / INDEX_FILE}: {sentence}"):
         load_hf(str(folder), parts=parts, device="cpu")
+
+
+def split_in_two(folder: Path) -> None:
+    """Save the weights in two files, of which the second also holds other values of one weight."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({NORM: weights[NORM] + 1}, folder / "b.safetensors", {"format": "pt"})
+    save_file(weights, folder / "a.safetensors", {"format": "pt"})
+    weight_map = dict.fromkeys(weights, "a.safetensors") | {NORM: "b.safetensors"}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+UNFIT_FILES: dict[str, tuple[Callable[[Weights], Any], Callable[[Path], Any], str]] = {
+    "NaN": (
+        lambda weights: weights[UP].fill_(torch.nan),
+        lambda folder: None,
+        f"its weight {UP} holds NaN or infinity",
+    ),
+    "a weight in two files": (
+        lambda weights: None,
+        split_in_two,
+        f"a.safetensors holds {NORM} too",
+    ),
+    "a pipe": (
+        lambda weights: None,
+        lambda folder: os.mkfifo(folder / "x.json"),
+        "this is no file",
+    ),
+    "damaged settings": (
+        lambda weights: None,
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        "generation_config.json: this is not JSON",
+    ),
+}
+LOADERS: dict[str, Callable[[str, Target], Any]] = {
+    "target.model": lambda path, target: load_hf(path, device="cpu"),
+    "drafter.model": lambda path, target: load_model_files(path),
+    "eval.assistant": lambda path, target: _load_assistant(target, path),
+}
+
+
+@pytest.mark.parametrize("key", LOADERS)
+@pytest.mark.parametrize("case", UNFIT_FILES)
+def test_every_kind_of_model_is_checked_alike(
+    case: str, key: str, saved: Callable[..., Path], tiny: Target, tmp_path: Path
+) -> None:
+    change_weights, change_files, sentence = UNFIT_FILES[case]
+    folder = saved(tmp_path / "target", change_weights)
+    change_files(folder)
+    with pytest.raises(UserError, match=sentence):
+        LOADERS[key](str(folder), tiny)
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000])

@@ -166,7 +166,12 @@ def test_a_file_that_a_drafter_reads_is_one_of_its_inputs(tmp_path: Path, tiny: 
 
 
 def test_provenance_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:
-    for content in ("{}", '{"data": 3}', '{"data": {"tokens": 1}, "inputs": []}'):
+    for content in (
+        "{}",
+        '{"data": 3}',
+        '{"data": {"tokens": 1}, "inputs": []}',
+        '{"data": {"tokens": 1}, "changes": 3}',
+    ):
         (tmp_path / "provenance.json").write_text(content)
         with pytest.raises(UserError, match="does not say what the run began with"):
             check_inputs(tmp_path, FACTS, tmp_path / "step-000001", accepts_changes=False)

@@ -662,3 +662,10 @@ def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
         for record in read_records(file)
         if record.HasField("history")
     ] == [1.0]
+
+
+@pytest.mark.parametrize("content", ['{"train": 3}', '{"train": "a", "last_step": "x"}', "[]"])
+def test_a_damaged_file_of_ids_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tracker.json").write_text(content)
+    with pytest.raises(UserError, match=r"tracker\.json: it holds no"):
+        Wandb()._identify_run(tmp_path, "train")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.models.checked_tensors import DamagedFile
+from spectrain.models.checked_tensors import DamagedFile, save_tensors
 from spectrain.training.checkpoints import (
     checkpoint_path,
     latest_checkpoint,
@@ -126,6 +126,19 @@ def test_progress_that_somebody_has_changed_is_refused(name: str, tmp_path: Path
     CHANGES[name](checkpoint_path(run, 4))
     with pytest.raises(
         UserError, match=r"step-000004/progress\.json: it was changed: .*; delete the checkpoint"
+    ):
+        set_aside_damaged(run)
+    assert latest_checkpoint(run) == checkpoint_path(run, 4)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_tensors_of_another_checkpoint_are_refused(name: str, tmp_path: Path) -> None:
+    """They are what was saved in them, for another step or another run."""
+    run = make_run(tmp_path)
+    path = checkpoint_path(run, 4) / name
+    save_tensors({"drafter.fc.weight": torch.zeros(2, 3)}, path)
+    with pytest.raises(
+        UserError, match=rf"step-000004/{name}: it was changed: it is not of this checkpoint"
     ):
         set_aside_damaged(run)
     assert latest_checkpoint(run) == checkpoint_path(run, 4)

@@ -37,7 +37,7 @@ def make_run(run: Path) -> Path:
     save_tensors(nn.Linear(3, 2).state_dict(), start)
     save_best(run, 3, WEIGHTS)
     checkpoint = checkpoint_path(run, 4)
-    progress = make_progress(4) | {"looks": {"best_step": 3}} | describe_files(run)
+    progress = make_progress(4) | {"looks": {"best_step": 3}} | describe_files(run, 3)
     save_checkpoint(checkpoint, WEIGHTS, OPTIMIZER, progress, keep=3)
     metrics.write({"step": 5, "loss": 0.1})
     return checkpoint
@@ -103,6 +103,9 @@ def test_damaged_weights_of_the_best_validation_are_refused(tmp_path: Path) -> N
     checkpoint = make_run(tmp_path)
     flip_bit(best_weights_path(tmp_path, 3) / "model.safetensors")
     with pytest.raises(UserError, match=r"best-000003/model\.safetensors: it is damaged"):
+        check_run_files(tmp_path, checkpoint)
+    save_tensors(OPTIMIZER, best_weights_path(tmp_path, 3) / "model.safetensors")
+    with pytest.raises(UserError, match=r"best-000003/model\.safetensors: the best validation had"):
         check_run_files(tmp_path, checkpoint)
 
 

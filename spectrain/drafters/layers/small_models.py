@@ -20,12 +20,13 @@ from spectrain.errors import UserError, first_line
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.bundled import convert_gguf, load_block_network, load_gguf_network
+from spectrain.models.check import check_weights
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.head import Head
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.load_errors import explain_load_error
 from spectrain.models.model_parts import find_decoder, layer_list_name
-from spectrain.models.pretrained import load_pretrained
+from spectrain.models.pretrained import check_model_files, load_pretrained
 from spectrain.models.published import locate_model
 from spectrain.models.target import SmallModelOrigin, Target
 
@@ -280,6 +281,7 @@ def load_model_files(
             )
         return network, AutoTokenizer.from_pretrained(settings)
     try:
+        check_model_files(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         options = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True}
         model: nn.Module = load_pretrained(AutoModelForCausalLM, path, "drafter.model", **options)
@@ -290,6 +292,7 @@ def load_model_files(
             f"drafter.model={path}: it cannot be loaded ({explain_load_error(path, error)}); use "
             "a directory or a hub name"
         ) from error
+    check_weights(model, f"drafter.model={path}")
     return model, tokenizer
 
 

@@ -176,7 +176,13 @@ class TreePolicy(LearnsFromTrees, LatencyAwareBuilder):
                 f"{path}: it holds no weights of a policy; delete it, and the next run fits one "
                 "anew"
             ) from error
-        if not all(part.ndim == 1 and np.isfinite(part).all() for part in self.weights):
+        shapes = [(self.top_k + 2,)] * (self.depth - 1)
+        if [part.shape for part in self.weights] != shapes:
+            raise UserError(
+                f"{path}: its weights are not {self.depth - 1} lists of {self.top_k + 2} numbers; "
+                "delete it, and the next run fits one anew"
+            )
+        if not all(np.isfinite(part).all() for part in self.weights):
             raise UserError(
                 f"{path}: its weights are no finite numbers; delete it, and the next run fits one "
                 "anew"

@@ -23,6 +23,7 @@ from spectrain.drafters.layers.llama_layer import Attention, Mlp, Rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention
+from spectrain.models.check import check_weights
 from spectrain.models.checked_tensors import read_tensors
 from spectrain.training.checkpoints import find_mismatches
 
@@ -223,4 +224,5 @@ class MaskedLM(nn.Module):
             )
         model = cls(config)
         model.load_state_dict(weights)
+        check_weights(model, f"eval.model={folder}")
         return model.eval()

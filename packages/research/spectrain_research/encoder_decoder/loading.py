@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from spectrain.errors import UserError
+from spectrain.models.check import check_weights
 from spectrain.models.load_errors import explain_load_failure
 from spectrain.models.loading import check_device, resolve_device, warn_of_tokens_beyond
-from spectrain.models.pretrained import load_pretrained
+from spectrain.models.pretrained import check_model_files, load_pretrained
 from spectrain.trees.token_tree import TokenTree
 
 from .model import SourcePrefixLM, make_reader
@@ -53,6 +54,7 @@ def load_encoder_decoder(
     if not hasattr(torch, dtype):
         raise UserError(f"target.dtype={dtype}: use float32, bfloat16 or float16")
     with explain_load_failure(model):
+        check_model_files(model)
         config = AutoConfig.from_pretrained(model)
         is_speech = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
         auto: Any = AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
@@ -60,6 +62,7 @@ def load_encoder_decoder(
             auto, model, "target.model", dtype=getattr(torch, dtype), use_safetensors=True
         ).to(resolved)
         tokenizer = AutoTokenizer.from_pretrained(model)
+    check_weights(network, f"target.model={model}")
     target = make_target(
         network, tokenizer, name or model.rstrip("/").rsplit("/", 1)[-1], model, template
     )

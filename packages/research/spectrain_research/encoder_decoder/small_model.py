@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from spectrain.drafters.layers.small_models import check_tokenizer
 from spectrain.errors import UserError, first_line
-from spectrain.models.pretrained import load_pretrained
+from spectrain.models.check import check_weights
+from spectrain.models.pretrained import check_model_files, load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -35,6 +36,7 @@ def make_small_network(target: Target, origin: SmallModelOrigin) -> Any:
 def load_network(path: str, target: Target) -> Any:
     """Load a small model whose tokenizer is the target's."""
     try:
+        check_model_files(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
         kind: Any = type(target.model.model)
         network = load_pretrained(
@@ -46,6 +48,7 @@ def load_network(path: str, target: Target) -> Any:
         raise UserError(
             f"drafter.model={path}: it cannot be loaded ({first_line(error)}); use a directory"
         ) from error
+    check_weights(network, f"drafter.model={path}")
     check_tokenizer(tokenizer, target.tokenizer, path)
     return network
 

@@ -19,12 +19,13 @@ from spectrain.drafters.layers.small_models import make_small_model
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.cache_types import KeyValueShape
+from spectrain.models.check import check_weights
 from spectrain.models.features import Features, Layer
 from spectrain.models.forward_plan import ALL_LAYERS, DEFAULT_PLAN, ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.load_errors import explain_load_failure
 from spectrain.models.loading import load_hf, resolve_device, resolve_dtype
-from spectrain.models.pretrained import load_pretrained
+from spectrain.models.pretrained import check_model_files, load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
 from .janus import convert_janus
@@ -202,6 +203,7 @@ def load_janus(model: str, dtype: str, device: str) -> Target:
     """
     resolved = resolve_device(device)
     with explain_load_failure(model):
+        check_model_files(model)
         config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         weight_dtype = resolve_dtype(resolved, config, dtype)
@@ -209,6 +211,7 @@ def load_janus(model: str, dtype: str, device: str) -> Target:
         network = load_pretrained(
             kind, model, "target.model", dtype=weight_dtype, use_safetensors=True
         )
+    check_weights(network, f"target.model={model}")
     return wrap_janus(network.to(resolved), tokenizer, model)
 
 

@@ -79,7 +79,9 @@ class BigramTable:
         in_vocabulary = tokens.size == 0 or (
             tokens.min() >= 0 and tokens.max() < target.head.vocab_size
         )
-        if tokens.shape != probs.shape or not in_vocabulary or not np.isfinite(probs).all():
+        rows = target.head.vocab_size
+        fits = tokens.shape == probs.shape == (rows, min(top, rows))
+        if not fits or not in_vocabulary or not np.isfinite(probs).all():
             raise UserError(f"{path}: its arrays do not belong together; {WRITE_ANEW}")
         return cls(tokens, probs)
 

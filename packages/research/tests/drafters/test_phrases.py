@@ -5,6 +5,7 @@ from math import sqrt
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -251,6 +252,10 @@ def test_a_bigram_table_is_what_single_tokens_predict(shallow: Target, tmp_path:
     assert (again.tokens == table.tokens).all() and (again.probs == table.probs).all()
     with pytest.raises(UserError, match="it was made with another target or drafter.top"):
         Bigrams(shallow, str(tmp_path / "table"), top=4)
+    np.save(tmp_path / "table" / "tokens.npy", table.tokens[:, :2])
+    np.save(tmp_path / "table" / "probs.npy", table.probs[:, :2])
+    with pytest.raises(UserError, match="its arrays do not belong together"):
+        Bigrams(shallow, str(tmp_path / "table"), top=3)
 
 
 def search_paths(

@@ -22,7 +22,10 @@ def test_a_tree_policy(tmp_path: Path, damage: Callable[[Path], None]) -> None:
         TreePolicy(depth=3, top_k=2, policy=str(path))
 
 
-@pytest.mark.parametrize("weights", ["x", [["a"]], [[[1.0]]], [[float("nan")]], 3])
+@pytest.mark.parametrize(
+    "weights",
+    ["x", [["a"]], [[[1.0]]], [[1.0] * 4], [[1.0], [2.0]], [[float("nan")] * 4] * 2, 3],
+)
 def test_the_weights_of_a_tree_policy(tmp_path: Path, weights: object) -> None:
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": weights}))

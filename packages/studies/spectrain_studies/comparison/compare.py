@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.missing import explain_missing
+from spectrain.config.plain_files import read_json_object
 from spectrain.config.resolve import load_chosen
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
@@ -284,7 +285,7 @@ class Contest:
         }
         text = json.dumps({"compare": compared, "settings": passed}, default=str, indent=2) + "\n"
         file = self.folder / "compare.json"
-        if file.exists() and drop_path(json.loads(file.read_text())) != drop_path(json.loads(text)):
+        if file.exists() and drop_path(read_json_object(file)) != drop_path(json.loads(text)):
             raise UserError(
                 f"run={self.folder}: this comparison began with other settings, those in {file}; "
                 "use them, or another folder"
@@ -375,7 +376,7 @@ class Contest:
         run = Path(str(spec.run))
         if (run / "eval" / name / "summary.json").exists():
             return
-        first = json.loads((run / "eval" / spec.evaluation_name / "summary.json").read_text())
+        first = read_json_object(run / "eval" / spec.evaluation_name / "summary.json")
         spec = spec.with_settings("eval", name=name, **settings)
         if "skipped" in first["setting"]["drafter"]:
             # Layers that the first score's search chose to skip.
@@ -419,7 +420,9 @@ class Contest:
 
 def drop_path(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings in compare.json without the import path of `Comparison`, which moved."""
-    compared = {key: value for key, value in settings["compare"].items() if key != "_target_"}
+    compared = settings.get("compare")
+    if isinstance(compared, dict):
+        compared = {key: value for key, value in compared.items() if key != "_target_"}
     return {**settings, "compare": compared}
 
 
