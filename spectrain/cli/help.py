@@ -144,7 +144,9 @@ class ConfigHelp:
                 if len(files) > 1 and re.search(rf"\b{group}[=.]", used):
                     # A line is cut at its end: what a reader wants first comes first.
                     first = [str(self.choices.get(group)), *find_choices(group, used)]
-                    names = [each for each in sort_choices(files, first) if each not in experimental]
+                    names = [
+                        each for each in sort_choices(files, first) if each not in experimental
+                    ]
                     lines.append(cut_line(f"  {group}={' | '.join(names)}"))
                 elif len(files) > 1:
                     others.append(group)

@@ -36,6 +36,14 @@ BOUND_TEXTS = {
     "less_than_equal": "use {le} or less",
     "less_than": "use less than {lt}",
 }
+# What a value of a plain type is, in messages.
+VALUE_WORDS: dict[Any, str] = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+    types.NoneType: "null",
+}
 # Keys that hydra obeys.
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 # Keys of transformers that refer to code stored with the weights.
@@ -144,7 +152,7 @@ def find_setting(
     if owners:
         advice = f"it is a setting of {group}={owners}"
     elif ours in allowed_keys:
-        advice = f"write {ours}"
+        advice = f"write {group}.{ours}"
     else:
         advice = suggest_nearest(name, [*allowed_keys])
     raise UserError(f"{full}: there is no such key; {advice}")
@@ -297,7 +305,25 @@ def violation_text(error: ValidationError, hint: Any) -> str:
         )
     if first["type"] == "predicate_failed":
         return f"use {find_predicate(hint).__doc__}"
+    words = describe_values(hint)
+    if words is not None:
+        return f"write {' or '.join(words)}"
     return f"{first['msg'][0].lower() + first['msg'][1:]} ({describe_type(hint)})"
+
+
+def describe_values(hint: Any) -> list[str] | None:
+    """Return in words what a setting of this type may be; None where that takes more than a few."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is typing.Annotated:
+        return describe_values(arguments[0])
+    if origin is typing.Literal:
+        return [str(choice) for choice in arguments]
+    if origin in (typing.Union, types.UnionType):
+        parts = [describe_values(argument) for argument in arguments]
+        words = [word for part in parts for word in part or ()]
+        return None if None in parts else [*dict.fromkeys(words)]
+    return [VALUE_WORDS[hint]] if hint in VALUE_WORDS else None
 
 
 def find_predicate(hint: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from hydra.utils import get_object
 
 from spectrain.config import values
-from spectrain.config.check import check_node, check_overrides, describe_type
+from spectrain.config.check import check_node, check_overrides, describe_type, describe_values
 from spectrain.config.choices import _read_constructors, conf_folders, load_schema
 from spectrain.config.installed import load_entry_points
 from spectrain.config.parts import find_config_type
@@ -199,6 +199,11 @@ def test_bounds_are_shown_as_users_write_them() -> None:
         describe_type(values.Count | None) == "int | null"
         and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
     )
+    assert describe_values(float | typing.Literal["auto"] | None) == ["a number", "auto", "null"]
+    assert describe_values(list[int] | None) is None
+    rate: Any = {"_target_": "spectrain.training.trainer.Trainer", "lr": "fast"}
+    with pytest.raises(UserError, match="^trainer.lr=fast: write a number or auto$"):
+        check_node("trainer", rate)
     node = {"_target_": "spectrain.eval.default.DefaultEvaluation", "name": "a/b"}
     with pytest.raises(
         UserError, match="eval.name=a/b: use the name of one folder, without slashes"
