@@ -50,7 +50,7 @@ def push(directory: Path, repo: str, private: bool) -> str:
         if not (isinstance(error, (HfHubHTTPError, OSError)) or is_network_error(error)):
             raise
         raise RunError(
-            f"push={repo}: the upload failed ({first_line(error)}); log in with hf auth login, or wait for "
-            "the network, and try again"
+            f"push={repo}: the upload failed ({first_line(error)}); log in with hf auth login, or "
+            "wait for the network, and try again"
         ) from error
     return address
