@@ -185,7 +185,7 @@ def test_mistakes_are_named_before_torch_is_imported() -> None:
     assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), (
         ran.stdout + ran.stderr
     )
-    no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
+    no_drafter = "=none: there is no such folder; give a run folder or a drafter directory set()"
     assert run_errors == [
         f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")
     ], ran.stdout + ran.stderr
