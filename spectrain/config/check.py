@@ -213,6 +213,29 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
         if given is not SWEEP:
             key = find_setting(group, name, settings_by_name(target), given)
             check_value(f"{group}.{name}", given, key)
+    check_recipe_fits(choices.get("recipe", ""), choices.get("drafter", ""))
+
+
+def check_recipe_fits(recipe: str, drafter: str) -> None:
+    """Raise a UserError where a recipe sets what a drafter that was chosen beside it does not
+    have.
+    """
+    recipes = {name: load_yaml(path) for name, path in choice_files("recipe").items()}
+    target = list_constructors("drafter").get(drafter)
+    if recipe not in recipes or target is None:
+        return
+    given = {*recipes[recipe].get("drafter", {})} - {*settings_by_name(target)}
+    if given:
+        fitting = [
+            name
+            for name, content in recipes.items()
+            if {"override /drafter": drafter} in content.get("defaults", ())
+        ]
+        remedy = f"write recipe={fitting[0]}" if fitting else "leave out recipe="
+        raise UserError(
+            f"drafter={drafter}: recipe={recipe} sets drafter.{min(given)}, which it does not have; "
+            f"{remedy}"
+        )
 
 
 SWEEP = object()

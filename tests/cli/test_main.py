@@ -176,7 +176,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train", "recipe", "=", "eagle3"),
         ("recipe=eagle3", "without spaces"),
     ),
-    "key without a value": (train_words("trainer.lr"), ("write trainer.lr=VALUE",)),
+    "key without a value": (("train", "trainer.lr"), ("write trainer.lr=VALUE",)),
+    "recipe of another family": (
+        ("train", "recipe=eagle3", "target=tiny", "drafter=medusa"),
+        ("recipe=eagle3 sets drafter.", "write recipe=medusa1"),
+    ),
     "recipe as a command": (("recipe", "eagle3"), ("recipes",)),
     "recipe misspelt": (train_words("recipe", "receipe=eagle3"), ("receipe", "nearest", "recipe")),
     "recipe in capitals": (train_words("recipe=EAGLE3"), ("recipe=EAGLE3", "eagle3")),
