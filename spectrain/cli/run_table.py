@@ -230,7 +230,7 @@ def format_table(rows: Sequence[RunRow], max_width: int | None = None) -> list[s
     if left_out:
         notes.append(f"a wider terminal also shows {', '.join(left_out)}")
     if any(row.acceptance is not None for row in rows):
-        notes.append("accept: acceptance length, in tokens per forward of the target")
+        notes.append("accept: tokens per forward of the target")
     if "?" in marks:
         notes.append("?: a speedup that is not to be quoted (--json says why)")
     if "~" in marks:

@@ -175,8 +175,9 @@ def check_value(full: str, value: Any, key: SettingKey) -> Any:
     except ValidationError as error:
         if (missing := explain_missing(full, str(value))) is not None:
             raise UserError(missing) from error
+        remedy = suggest_remedy(value, hint).removeprefix("; ")
         raise UserError(
-            f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}"
+            f"{full}={shorten(value)}: {remedy or violation_text(error, hint)}"
         ) from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
@@ -233,8 +234,8 @@ def check_recipe_fits(recipe: str, drafter: str) -> None:
         ]
         remedy = f"write recipe={fitting[0]}" if fitting else "leave out recipe="
         raise UserError(
-            f"drafter={drafter}: recipe={recipe} sets drafter.{min(given)}, which it does not have; "
-            f"{remedy}"
+            f"drafter={drafter}: recipe={recipe} sets drafter.{min(given)}, which it does not "
+            f"have; {remedy}"
         )
 
 

@@ -76,16 +76,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown nested key": (train_words("trainer.lrr=1"), ("trainer.lrr", "lr")),
     "unknown drafter key": (train_words("drafter.ttt_step=1"), ("drafter.ttt_step", "ttt_steps")),
     "a group's runtime object": (train_words("drafter.target=tiny"), ("drafter.target",)),
-    "number misspelt": (train_words("trainer.lr=abc"), ("trainer.lr=abc", "float")),
+    "number misspelt": (train_words("trainer.lr=abc"), ("trainer.lr=abc", "a number")),
     "fraction for a count": (
         train_words("trainer.max_steps=1.5"),
-        ("trainer.max_steps=1.5", "int"),
+        ("trainer.max_steps=1.5", "a whole number"),
     ),
     "unknown value of a choice": (
         train_words("drafter.loss=forward_kll"),
         ("drafter.loss=forward_kll", "forward_kl"),
     ),
-    "null for a number": (train_words("trainer.lr=null"), ("trainer.lr", "float")),
+    "null for a number": (train_words("trainer.lr=null"), ("trainer.lr", "a number")),
     "count that no integer of 64 bits holds": (
         train_words("trainer.max_steps=99999999999999999999999"),
         ("trainer.max_steps=99999999999999999999999", "9223372036854775807"),
@@ -214,7 +214,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "comma in a number": (train_words("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
     "None for null": (train_words("data.limit=None"), ("data.limit=None", "write null")),
     "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
-    "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
+    "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "true or false")),
     "flag misspelt": (("train", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
     "flag of runs misspelt": (("runs", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
