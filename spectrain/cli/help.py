@@ -141,9 +141,13 @@ class ConfigHelp:
             for group in self.groups:
                 files = choice_files(group)
                 experimental = list_experimental(group, files)
-                names = " | ".join(each for each in files if each not in experimental)
                 if len(files) > 1 and re.search(rf"\b{group}[=.]", used):
-                    lines.append(cut_line(f"  {group}={names}"))
+                    # A line is cut at its end: what a reader wants first comes first.
+                    first = [str(self.choices.get(group)), *find_choices(group, used)]
+                    names = [
+                        each for each in sort_choices(files, first) if each not in experimental
+                    ]
+                    lines.append(cut_line(f"  {group}={' | '.join(names)}"))
                 elif len(files) > 1:
                     others.append(group)
             if others:
@@ -255,10 +259,29 @@ def format_choices(group: str) -> str:
     )
 
 
+def find_choices(group: str, text: str) -> list[str]:
+    """Return the choices of a group that a text sets, in its order."""
+    return [
+        name for names in re.findall(rf"\b{group}=([\w.,-]+)", text) for name in names.split(",")
+    ]
+
+
+def sort_choices(files: Mapping[str, Path], first: list[str]) -> list[str]:
+    """Return choices in the order of `first`, then the others: those of conf/ before those of
+    installed packages.
+    """
+    added = list_installed(files)
+    positions = {name: number for number, name in reversed([*enumerate(first)])}
+    return sorted(files, key=lambda name: (positions.get(name, len(first)), name in added))
+
+
 def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
-    """Return the choices and recipes that installed packages add."""
-    if group not in EXPERIMENTAL_GROUPS:
-        return set()
+    """Return the choices and recipes of a group that no inference engine supports."""
+    return list_installed(files) if group in EXPERIMENTAL_GROUPS else set()
+
+
+def list_installed(files: Mapping[str, Path]) -> set[str]:
+    """Return the choices that installed packages add."""
     return {
         name
         for name, path in files.items()

@@ -344,6 +344,8 @@ def suggest_word(command: str, word: str, allowed_keys: list[str]) -> str:
         first = next(iter(choice_files(word)), "VALUE")
         example = EXAMPLE_RECIPE if word == "recipe" else first
         return f", as in {word}={example}"
+    if re.fullmatch(r"\w+(\.\w+)+", word) and word.partition(".")[0] in allowed_keys:
+        return f"; write {word}=VALUE"
     if "run" in allowed_keys and (command in ("eval", "chat", "export") or Path(word).is_dir()):
         return f"; write run={word}"
     recipe = word if "recipe" in allowed_keys and word in choice_files("recipe") else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ class RunRow:
 
 SORT_KEYS = ("run", "recipe", "target", "tokens", "acceptance", "speedup", "date", "state")
 LARGEST_FIRST = ("tokens", "acceptance", "speedup", "date")
+LEFT_OUT = ("date", "recipe", "target", "tokens")
+"""Columns that a table without room leaves out, the first one first."""
 
 
 def runs_command(words: list[str]) -> None:
@@ -78,7 +82,8 @@ def runs_command(words: list[str]) -> None:
     rows = sort_rows([read_run_row(path) for path in find_run_folders(folder)], sort_key)
     print_json([asdict(row) for row in rows])
     if rows:
-        print("\n".join(format_table(rows)))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(format_table(rows, columns)))
     else:
         print(f"{folder} holds no run folder; spectrain train recipe=eagle3 makes one")
 
@@ -206,24 +211,39 @@ def sort_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
     return [*ordered, *rest]
 
 
-def format_table(rows: Sequence[RunRow]) -> list[str]:
-    """Return the lines of the table, and one that explains the marks in it."""
+def format_table(rows: Sequence[RunRow], max_width: int | None = None) -> list[str]:
+    """Return the lines of the table, of at most this many characters where leaving out columns
+    achieves that, and those that explain it.
+    """
     head = ["run", "recipe", "target", "tokens", "accept", "speedup", "date", "state"]
     cells = [head, *(format_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head) - 1)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip()
-        for line in cells
-    ]
+    left_out = []
+    for name in LEFT_OUT:
+        # What is wrong with a broken run may be long.
+        states = [[*line[:-1], line[-1].partition(":")[0]] for line in cells]
+        if max_width is None or max(map(len, join_cells(states))) <= max_width:
+            break
+        column = cells[0].index(name)
+        cells = [line[:column] + line[column + 1 :] for line in cells]
+        left_out.append(name)
+    lines = join_cells(cells)
     marks = {speedup_mark(row) for row in rows}
     notes = []
+    if left_out:
+        notes.append(f"a wider terminal also shows {', '.join(left_out)}")
     if any(row.acceptance is not None for row in rows):
-        notes.append("accept: acceptance length, in tokens per forward of the target")
+        notes.append("accept: tokens per forward of the target")
     if "?" in marks:
         notes.append("?: a speedup that is not to be quoted (--json says why)")
     if "~" in marks:
         notes.append("~: a speedup whose 95 % interval includes 1, or is not known")
     return [*lines, *(f"  {note}" for note in notes)]
+
+
+def join_cells(cells: Sequence[list[str]]) -> list[str]:
+    """Return the lines of a table with columns of equal width; the last column is open."""
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 def format_cells(row: RunRow) -> list[str]:

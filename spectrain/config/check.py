@@ -36,6 +36,14 @@ BOUND_TEXTS = {
     "less_than_equal": "use {le} or less",
     "less_than": "use less than {lt}",
 }
+# What a value of a plain type is, in messages.
+VALUE_WORDS: dict[Any, str] = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+    types.NoneType: "null",
+}
 # Keys that hydra obeys.
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 # Keys of transformers that refer to code stored with the weights.
@@ -144,7 +152,7 @@ def find_setting(
     if owners:
         advice = f"it is a setting of {group}={owners}"
     elif ours in allowed_keys:
-        advice = f"write {ours}"
+        advice = f"write {group}.{ours}"
     else:
         advice = suggest_nearest(name, [*allowed_keys])
     raise UserError(f"{full}: there is no such key; {advice}")
@@ -167,8 +175,9 @@ def check_value(full: str, value: Any, key: SettingKey) -> Any:
     except ValidationError as error:
         if (missing := explain_missing(full, str(value))) is not None:
             raise UserError(missing) from error
+        remedy = suggest_remedy(value, hint).removeprefix("; ")
         raise UserError(
-            f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}"
+            f"{full}={shorten(value)}: {remedy or violation_text(error, hint)}"
         ) from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
@@ -205,6 +214,29 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
         if given is not SWEEP:
             key = find_setting(group, name, settings_by_name(target), given)
             check_value(f"{group}.{name}", given, key)
+    check_recipe_fits(choices.get("recipe", ""), choices.get("drafter", ""))
+
+
+def check_recipe_fits(recipe: str, drafter: str) -> None:
+    """Raise a UserError where a recipe sets what a drafter that was chosen beside it does not
+    have.
+    """
+    recipes = {name: load_yaml(path) for name, path in choice_files("recipe").items()}
+    target = list_constructors("drafter").get(drafter)
+    if recipe not in recipes or target is None:
+        return
+    given = {*recipes[recipe].get("drafter", {})} - {*settings_by_name(target)}
+    if given:
+        fitting = [
+            name
+            for name, content in recipes.items()
+            if {"override /drafter": drafter} in content.get("defaults", ())
+        ]
+        remedy = f"write recipe={fitting[0]}" if fitting else "leave out recipe="
+        raise UserError(
+            f"drafter={drafter}: recipe={recipe} sets drafter.{min(given)}, which it does not "
+            f"have; {remedy}"
+        )
 
 
 SWEEP = object()
@@ -297,7 +329,25 @@ def violation_text(error: ValidationError, hint: Any) -> str:
         )
     if first["type"] == "predicate_failed":
         return f"use {find_predicate(hint).__doc__}"
+    words = describe_values(hint)
+    if words is not None:
+        return f"write {' or '.join(words)}"
     return f"{first['msg'][0].lower() + first['msg'][1:]} ({describe_type(hint)})"
+
+
+def describe_values(hint: Any) -> list[str] | None:
+    """Return in words what a setting of this type may be; None where that takes more than a few."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is typing.Annotated:
+        return describe_values(arguments[0])
+    if origin is typing.Literal:
+        return [str(choice) for choice in arguments]
+    if origin in (typing.Union, types.UnionType):
+        parts = [describe_values(argument) for argument in arguments]
+        words = [word for part in parts for word in part or ()]
+        return None if None in parts else [*dict.fromkeys(words)]
+    return [VALUE_WORDS[hint]] if hint in VALUE_WORDS else None
 
 
 def find_predicate(hint: Any) -> Any:

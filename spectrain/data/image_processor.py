@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoProcessor
 
 from spectrain.errors import UserError, first_line
 
@@ -115,6 +114,9 @@ class ImageProcessor:
                 f"target {self.model}: it reads text alone, and the data holds images; use a "
                 "target that sees them"
             )
+        # It imports every kind of processor, which takes a command without images some time.
+        from transformers import AutoProcessor
+
         try:
             return AutoProcessor.from_pretrained(
                 self.model, trust_remote_code=self.trust_remote_code

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from spectrain.errors import RunError, UserError, is_network_error
+from spectrain.errors import RunError, UserError, first_line, is_network_error
 
 REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -49,9 +49,8 @@ def push(directory: Path, repo: str, private: bool) -> str:
     except Exception as error:
         if not (isinstance(error, (HfHubHTTPError, OSError)) or is_network_error(error)):
             raise
-        reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"push={repo}: the upload failed ({reason}); log in with hf auth login, or wait for "
-            "the network, and try again"
+            f"push={repo}: the upload failed ({first_line(error)}); log in with hf auth login, or "
+            "wait for the network, and try again"
         ) from error
     return address

@@ -117,11 +117,9 @@ class TargetFiles:
         except LocalEntryNotFoundError as error:
             raise UserError(self._explain_absence()) from error
         except (HfHubHTTPError, RepositoryNotFoundError, ValueError, OSError) as error:
-            reason = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
             raise UserError(
-                f"target {self.reference}: it cannot be found ({reason}); give a model directory"
+                f"target {self.reference}: it cannot be found ({first_line(error)}); give a model "
+                "directory"
             ) from error
 
     def _explain_absence(self) -> str:

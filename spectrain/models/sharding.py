@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, first_line
 
 from .model_parts import find_decoder, find_layers
 from .pretrained import load_pretrained
@@ -78,10 +78,9 @@ def _load_tensor_parallel(
     except UserError:
         raise
     except (ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"target.sharding=tensor: transformers cannot cut this model {count} ways ({reason}); "
-            "use fsdp2"
+            f"target.sharding=tensor: transformers cannot cut this model {count} ways "
+            f"({first_line(error)}); use fsdp2"
         ) from error
     head: Any = network.get_output_embeddings()  # type: ignore[operator]
     for name, parameter in list(head.named_parameters(recurse=False)):

@@ -72,8 +72,9 @@ def require_drafter_directory(key: str, run: str | Path) -> Path:
     """
     directory = find_drafter_directory(Path(run))
     if directory is None:
+        fault = "there is no drafter in it" if Path(run).exists() else "there is no such folder"
         raise UserError(
-            f"{key}={run}: there is no drafter in it; give a run folder or a drafter directory"
+            f"{key}={run}: {fault}; give a run folder or a drafter directory"
             f"{suggest_runs(Path(run))}"
         )
     return directory

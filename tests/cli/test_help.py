@@ -268,6 +268,27 @@ def test_help_fits_two_screens(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert f"\n  {key}=" in shown or f"\n  {key}=" not in everything
 
 
+@pytest.mark.parametrize(
+    "name, start",
+    [
+        ("train", "recipe=eagle3 | medusa1 | "),
+        ("train", "target=smollm2 | hf | "),
+        ("plan", "recipe=eagle3 | "),
+        ("export", "target=smollm2 | "),
+    ],
+)
+def test_choices_of_a_line_begin_with_what_readers_want(
+    name: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is cut begins with the default and the examples' choices; those of the core
+    stand before those of packages.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help.explain_command(name, to_settings(name, [])).splitlines()
+    line = next(line for line in lines if line.startswith(f"  {start}"))
+    assert "target" not in start or " tiny" in line
+
+
 @pytest.mark.parametrize("group", [None, "data", "bench"])
 def test_the_overview_fits_two_screens(group: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 columns it has at most 48 lines; that of a group lists the commands of this group."""

@@ -1,12 +1,14 @@
 """`spectrain runs` says of every run folder what its files say, and breaks at none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spectrain.cli.main import dispatch_command
+from spectrain.cli.run_table import RunRow, format_table
 from spectrain.errors import UserError
 
 
@@ -112,3 +114,27 @@ def test_mistakes_are_one_sentence(words: tuple[str, ...], parts: tuple[str, ...
     with pytest.raises(UserError) as error:
         dispatch_command(["runs", *words])
     assert all(part in str(error.value) for part in parts)
+
+
+def test_a_narrow_terminal_leaves_out_columns() -> None:
+    """Every line of a table of common names fits 80 columns, and it says what a wider one shows."""
+    row = RunRow(
+        run="runs/eagle3-smollm2",
+        recipe="eagle3",
+        target="smollm2",
+        tokens=1_234_567,
+        acceptance=1.75,
+        speedup=1.41,
+        quotable=False,
+        date="2026-01-02T00:00:00+00:00",
+    )
+    broken = replace(row, run="runs/b", state=f"broken: {'long ' * 30}")
+    full = format_table([row])
+    assert max(map(len, full)) > 80 and "date" in full[0].split()
+    narrow = format_table([row, broken], 80)
+    assert narrow[0].split() == ["run", "recipe", "target", "tokens", "accept", "speedup", "state"]
+    assert max(len(line) for line in narrow if "broken" not in line) <= 80
+    assert "  a wider terminal also shows date" in narrow
+    narrower = format_table([row], 60)
+    assert narrower[0].split() == ["run", "tokens", "accept", "speedup", "state"]
+    assert max(map(len, narrower)) <= 60

@@ -56,6 +56,9 @@ def test_an_upload_without_a_network_fails_in_one_sentence(
         "push=ORG/NAME: the upload failed (no such host); log in with hf auth login, or wait for "
         "the network, and try again"
     )
+    monkeypatch.setattr(hub, "HfApi", make_api(ConnectionError()))
+    with pytest.raises(RunError, match=r"the upload failed \(ConnectionError\)"):
+        hub.push(tmp_path, "ORG/NAME", private=True)
     monkeypatch.setattr(hub, "HfApi", make_api(KeyError("a fault of ours")))
     with pytest.raises(KeyError):
         hub.push(tmp_path, "ORG/NAME", private=True)

@@ -416,7 +416,7 @@ def test_python_says_the_same(tiny: Target) -> None:
         ),
         (
             lambda: spectrain.train("medusa1", target="tiny", **{"trainer.learning_rate": 1e-4}),
-            "trainer.learning_rate: there is no such key; write lr",
+            "trainer.learning_rate: there is no such key; write trainer.lr",
         ),
         (
             lambda: spectrain.train("medusa1", tree=tiny),

@@ -15,7 +15,7 @@ import pytest
 from hydra.utils import get_object
 
 from spectrain.config import values
-from spectrain.config.check import check_node, check_overrides, describe_type
+from spectrain.config.check import check_node, check_overrides, describe_type, describe_values
 from spectrain.config.choices import _read_constructors, conf_folders, load_schema
 from spectrain.config.installed import load_entry_points
 from spectrain.config.parts import find_config_type
@@ -124,12 +124,12 @@ def test_two_declarations_are_joined() -> None:
 WRONG = {
     "trainer.lr=nan": "finite",
     "trainer.lr=inf": "finite",
-    "trainer.lr=abc": "float",
+    "trainer.lr=abc": "write a number or auto",
     "trainer.lrr=1": "nearest is lr",
     "drafter.ttt_stepz=1": "ttt_steps",
     "drafter.loss=forward_kll": "forward_kl",
     "drafter.architecture={a: {_target_: os.system}}": "architecture.a._target_ is an order",
-    "tree.depth=1.5": "int",
+    "tree.depth=1.5": "write a whole number",
     "data.limit=10k": "without a unit",
     "data.limit=None": "write null",
     "eval.name=../escape": "one folder",
@@ -185,7 +185,7 @@ def test_mistakes_are_named_before_torch_is_imported() -> None:
     assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), (
         ran.stdout + ran.stderr
     )
-    no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
+    no_drafter = "=none: there is no such folder; give a run folder or a drafter directory set()"
     assert run_errors == [
         f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")
     ], ran.stdout + ran.stderr
@@ -199,6 +199,11 @@ def test_bounds_are_shown_as_users_write_them() -> None:
         describe_type(values.Count | None) == "int | null"
         and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
     )
+    assert describe_values(float | typing.Literal["auto"] | None) == ["a number", "auto", "null"]
+    assert describe_values(list[int] | None) is None
+    rate: Any = {"_target_": "spectrain.training.trainer.Trainer", "lr": "fast"}
+    with pytest.raises(UserError, match="^trainer.lr=fast: write a number or auto$"):
+        check_node("trainer", rate)
     node = {"_target_": "spectrain.eval.default.DefaultEvaluation", "name": "a/b"}
     with pytest.raises(
         UserError, match="eval.name=a/b: use the name of one folder, without slashes"

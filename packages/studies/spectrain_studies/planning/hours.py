@@ -4,36 +4,34 @@ one.
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
-from spectrain.drafters.capabilities import InitialFit
+from spectrain.drafters.capabilities import FitSeconds
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
-from spectrain.features.live_source import LiveSource
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.output.streams import wrap_words
 from spectrain.runs.init_drafter import init_drafter
-from spectrain.training.initial_fit import choose_batches
-from spectrain.training.trainer import Trainer
 from spectrain_studies.machine.trial import make_trial, trial_folder
 
 from .footprint import Models, count_parameters
 from .settings import PlanSettings
-from .workload import Operations, Workload, batch_shape, target_epochs
+from .workload import Operations, Workload, batch_shape, fitted_epochs, target_epochs
 
-CALIBRATION_STEPS = 20
 WARM_UP_STEPS = 4
-"""Steps that run for a calibration, and those of them that pack weights and fill caches, and are
-not timed.
-"""
+"""Steps of a calibration that pack weights and fill caches, and are not timed."""
+TIMED_STEPS = (4, 16)
+"""The least and the largest number of steps that are timed after them."""
+TIMED_SECONDS = 2.0
+"""Seconds of timed steps after which the least number of them is enough."""
 MAX_CALIBRATED = 300e6
 """Parameters of the target up to which a calibration needs no request."""
 
@@ -49,11 +47,12 @@ def estimate_hours(
             "basis": f"plan.tokens_per_second={options.tokens_per_second:g} of a device",
         }
     if should_calibrate(spec, options, models, work):
-        times = time_steps(spec)
+        times = time_steps(spec, work.dataset)
         epochs = target_epochs(spec, models, work)
         seconds = work.padded * (times.target * epochs + times.step * work.epochs) / options.devices
-        seconds += times.fit * min(times.fit_tokens, work.tokens)
-        basis = f"measured over {CALIBRATION_STEPS} steps on this machine"
+        if fitted := work.padded * fitted_epochs(spec, models, work):
+            seconds += fitted * (times.target + times.fit.per_token) + times.fit.solving
+        basis = f"measured over {times.count} steps on this machine"
         speed = {
             "tokens_per_second": work.total_padded / seconds,
             "seconds_per_token": [times.target, times.step],
@@ -113,26 +112,40 @@ class StepTimes:
     # Of a padded token: in the target's features, and in the rest of a step.
     target: float
     step: float
-    # Of a token that the initial weights are fitted to, its features included, and the largest
-    # number of these tokens.
-    fit: float
-    fit_tokens: int
+    # Of a fit of initial weights, without the features that it reads.
+    fit: FitSeconds
+    # Number of steps that were timed.
+    count: int
 
 
-def time_steps(spec: RunSpec) -> StepTimes:
-    """Fit initial weights to the batches of a few steps, where the family does that, and run
-    these steps.
+class _TimedEnough(Exception):
+    """Ends a trial whose steps were timed for long enough."""
+
+
+def time_steps(spec: RunSpec, dataset: Dataset) -> StepTimes:
+    """Run a few steps of a training on this machine, and estimate its fit of initial weights,
+    where the family has one.
+
+    The fit itself is left out of the trial: it reads a large share of the data, and solves once.
+    A `dataset` that was counted with another tokenizer, because the target has no chat template, is
+    read again.
     """
-    trainer = make_trial(spec, CALIBRATION_STEPS)
+    least, most = TIMED_STEPS
+    trainer = make_trial(spec, WARM_UP_STEPS + most)
     line = (
-        f"timing {CALIBRATION_STEPS} steps on this machine for the hours; "
+        f"timing up to {most} steps on this machine for the hours; "
         "plan.calibrate=false leaves them out"
     )
     print(wrap_words(line, sys.stderr), file=sys.stderr, flush=True)
     target: Target = spec.target.build()
-    dataset = spec.data.build().make_dataset(target.template, target.vision)
+    if not target.template.exists:
+        dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
+    drafter.to(target.device)
+    fit = drafter.capabilities.initial_fit
+    fit_seconds = FitSeconds(0.0, 0.0) if fit is None else fit.measure(drafter)
+    drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
     source = _TimedSource(spec.source.build(), target)
     ends: list[float] = []
     marks: list[tuple[float, float]] = []
@@ -141,47 +154,18 @@ def time_steps(spec: RunSpec) -> StepTimes:
         synchronize_device(target.device)
         ends.append(time.perf_counter())
         marks.append((source.seconds, source.tokens))
+        if step >= WARM_UP_STEPS + least and ends[-1] - ends[WARM_UP_STEPS - 1] >= TIMED_SECONDS:
+            raise _TimedEnough
 
-    fit = drafter.capabilities.initial_fit
-    fit_tokens = 0 if fit is None else fit.num_tokens
-    with trial_folder("plan") as folder:
-        fit_seconds = 0.0 if fit is None else time_fit(trainer, drafter, fit, target, dataset)
+    with trial_folder("plan") as folder, suppress(_TimedEnough):
         trainer.fit(drafter, target, dataset, source, folder, on_step=on_step)
     seconds, tokens = (end - start for start, end in zip(marks[WARM_UP_STEPS - 1], marks[-1]))
     return StepTimes(
         seconds / tokens,
         (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens,
         fit_seconds,
-        fit_tokens,
+        len(ends) - WARM_UP_STEPS,
     )
-
-
-def time_fit(
-    trainer: Trainer, drafter: Drafter, fit: InitialFit, target: Target, dataset: Dataset
-) -> float:
-    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token,
-    with its features.
-
-    No step takes these features, because a training begins behind the texts of its fit. The
-    training of the trial then leaves its own fit out, so that its steps alone are timed.
-    """
-    stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
-    texts = [
-        chosen.examples for chosen in choose_batches(stream, fit.num_tokens, CALIBRATION_STEPS)
-    ]
-    layers = drafter.stages[0].layers
-    drafter.to(target.device)
-    synchronize_device(target.device)
-    start = time.perf_counter()
-    batches = [
-        LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing))
-        for examples in texts
-    ]
-    fit.run(drafter, batches, target)
-    synchronize_device(target.device)
-    seconds = time.perf_counter() - start
-    drafter.capabilities = replace(drafter.capabilities, initial_fit=None)
-    return seconds / sum(len(example.tokens) for examples in texts for example in examples)
 
 
 class _TimedSource(Source):

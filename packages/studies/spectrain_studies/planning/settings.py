@@ -27,8 +27,8 @@ class PlanSettings:
     # Padded tokens a second that one device trains on, from which hours are computed; null measures
     # or assumes it.
     tokens_per_second: float | None = None
-    # Whether to run 20 steps on this machine for the hours; null does so if the target is small and
-    # its weights are here.
+    # Whether to run 8 to 20 steps on this machine for the hours; null does so if the target is
+    # small and its weights are here.
     calibrate: bool | None = None
     # Peak rate of a device in 10^12 operations a second; the default is an H100's for bfloat16.
     peak_tflops: float = 989.0

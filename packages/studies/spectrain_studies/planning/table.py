@@ -100,7 +100,7 @@ def describe_hours(hours: dict[str, Any]) -> str:
     kind of device.
     """
     if hours.get("is_of_other_device"):
-        return "not known; spectrain plan times 20 steps on a CPU for them"
+        return "not known; spectrain plan times steps on a CPU for them"
     return f"{format_hours(hours['value'])} ({hours['basis']})"
 
 
