@@ -349,6 +349,21 @@ def test_commands_print_names_and_contents_of_files_as_they_are(tmp_path: Path) 
     assert escape_controls(text) in printed
 
 
+def test_a_traceback_holds_no_secrets_and_no_control_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python prints an error that nobody expected once the command has ended."""
+
+    def fail(arguments: list[str]) -> None:
+        raise ArithmeticError("http://user:Pa55word@host \x1b[2J")
+
+    monkeypatch.setattr(command_line, "dispatch_command", fail)
+    with captured_command("runs") as (output, status):
+        printed = output.getvalue()
+    assert status[0] == 1 and "Traceback" in printed
+    assert "ArithmeticError: http://***@host \\x1b[2J" in printed and "Pa55word" not in printed
+
+
 def test_names_that_are_no_text_are_printed_and_refused_as_words(tmp_path: Path) -> None:
     """A file's name may hold any bytes; a terminal may lack characters."""
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
