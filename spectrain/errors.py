@@ -10,7 +10,7 @@ from functools import wraps
 from json import JSONDecodeError
 from typing import Any, ParamSpec, TypeVar
 
-from spectrain.output.text import clean_line
+from spectrain.output.text import clean_line, mask_secrets
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,10 +109,10 @@ def describe_json_error(error: ValueError) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line of at most about 300 characters; a longer message loses its
-    middle.
+    """Describe an error in one line of at most about 300 characters, without secrets; a longer
+    message loses its middle.
     """
-    message = " ".join(str(error).split())
+    message = " ".join(mask_secrets(str(error)).split())
     if len(message) > 300:
         message = f"{message[:100]} ... {message[-195:]}"
     return f"{type(error).__name__}: {message}"

@@ -415,8 +415,10 @@ def lock_file(
             # The process that held the lock may have deleted the file.
             os.close(handle)
             handle = open_in_place(path, flags)
-        os.truncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        # The note is for messages alone; on a full disk the lock holds without it.
+        with suppress(OSError):
+            os.truncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield is_guarded
         finally:

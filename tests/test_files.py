@@ -112,6 +112,21 @@ def test_a_full_disk_is_a_single_sentence(tmp_path: Path, number: int) -> None:
     assert (tmp_path / "text").read_bytes() == b"\xc3\xa9"
 
 
+def test_a_lock_holds_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has it is not written then."""
+
+    def fail(handle: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", fail)
+    with lock_file(tmp_path / "lock", "it is taken", "wait"):  # noqa: SIM117
+        with (
+            pytest.raises(UserError, match=r"it is taken \(another process\); wait"),
+            lock_file(tmp_path / "lock", "it is taken", "wait"),
+        ):
+            pass
+
+
 def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
     """A refused folder leaves no empty ones above it; those that were there or hold something
     stay.

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -78,7 +79,12 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:]
     with clean_output():
-        run_command(arguments)
+        try:
+            run_command(arguments)
+        except Exception:
+            # Python itself would print it once the streams are no longer cleaned.
+            traceback.print_exc()
+            sys.exit(1)
 
 
 def run_command(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from spectrain.cli import main as command_line
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, describe_error
 from spectrain.output.console import make_console
 from spectrain.output.streams import CleanStream, clean_output, print_text, print_warning
 from spectrain.output.text import clean_text, escape_controls, mask_secrets, mask_settings
@@ -55,6 +55,26 @@ SECRETS = {
     "hub": ("token hf_abcdefghijklmnopPa55word", "token ***"),
     "provider": ("key sk-proj-abcdefghijPa55word is wrong", "key *** is wrong"),
     "environment": ("the value is in-the-environment-Pa55word", "the value is ***"),
+    "longer value": ("in-the-environment-2-Pa55word", "***"),
+    "sign in address": ("http://user:p@Pa55word@host/v1", "http://***@host/v1"),
+    "slash in address": ("http://user:p/Pa55word@host/v1", "http://***@host/v1"),
+    "quote in address": ("http://user:p'Pa55word@host/v1", "http://***@host/v1"),
+    "query": ("http://host/v1?limit=3&token=Pa55word", "http://host/v1?limit=3&token=***"),
+    "key in query": ("http://host/follow?key=Pa55word&a=1", "http://host/follow?key=***&a=1"),
+    "signed address": ("https://host/f?sv=1&sig=Pa55word", "https://host/f?sv=1&sig=***"),
+    "cloud's address": ("s3://f?X-Amz-Security-Token=Pa55word", "s3://f?X-Amz-Security-Token=***"),
+    "other scheme": ("Authorization: Token Pa55word1", "Authorization: ***"),
+    "digest": ('Authorization: Digest username="x", response="Pa55word"', "Authorization: ***"),
+    "cookies": ("Cookie: a=b; session=Pa55word", "Cookie: ***"),
+    "header": ("[('X-Api-Key', 'Pa55word')]", "[('X-Api-Key', '***')]"),
+    "quoted words": ('password: "my Pa55word x", a: 1', 'password: "***", a: 1'),
+    "escaped quote": ('{"api_key": "a\\"Pa55word"}', '{"api_key": "***"}'),
+    "variable": ("SOME_CONTROL_KEY=Pa55word a=b", "SOME_CONTROL_KEY=*** a=b"),
+    "named token": ("hub.token=abcdefghPa55word1", "hub.token=***"),
+    "private key": ("-----BEGIN PRIVATE KEY-----\nPa55word", "-----BEGIN PRIVATE KEY-----***"),
+    "fine-grained": ("github_pat_abcdefghijklmnopPa55word", "***"),
+    "other clouds": ("glpat-abcdefghijPa55word AIzaabcdefghijklmnopqrstuvwxPa55word", "*** ***"),
+    "signed token": ("eyJhbGciOiJI.eyJzdWIiOiJ.Pa55word", "***"),
 }
 HARMLESS = (
     "max_tokens=64, num_tokens: 3, tokens/s",
@@ -62,12 +82,20 @@ HARMLESS = (
     "a@b.c, http://host/a@b",
     "mask_token: <m>, key=3",
     "the password is wrong",
+    "http://host:8000/a@b, http://[::1]:8000/a@b, http://host/v1?max_tokens=3",
+    "the token spectrain/drafters/eagle3_layers, drafter.mask_token=runs/eagle3-tiny-2/drafter",
+    "valid are 'api_key', 'url', 'name'",
+    "authorization is needed, and no cookie is set",
 )
 
 
 @pytest.fixture(autouse=True)
 def secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "in-the-environment-Pa55word")
+    monkeypatch.setenv("OTHER_SERVICE_TOKEN", "in-the-environment-2-Pa55word")
+    monkeypatch.setenv("ANOTHER_TOKEN", "in-the-environment-2")
+    monkeypatch.setenv("PGPASSWORD", "of-a-database")
+    monkeypatch.setenv("service_api_key", "in-small-letters")
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -93,13 +121,43 @@ def test_ordinary_text_stays(text: str) -> None:
 
 
 @pytest.mark.sweep(2, free=("part",))
-@pytest.mark.parametrize("part", ["a", "a.", "a-", "--", "auth-", "x://"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a",
+        "a.",
+        "a-",
+        "--",
+        "auth-",
+        "x://",
+        "x://a:",
+        "?a",
+        "eyJa.",
+        "token",
+        "cookie:",
+        "password:'",
+        "('api_key',",
+    ],
+)
 def test_long_words_are_read_once(part: str) -> None:
     """A text of 300,000 characters without a space, which patterns that begin anywhere would read
     10^10 times, and a secret behind it."""
     text = part * (300_000 // len(part))
     assert mask_secrets(text) == text
     assert mask_secrets(f"{text} my-api-key=abc") == f"{text} my-api-key=***"
+
+
+@pytest.mark.parametrize("value", ["of-a-database", "in-small-letters"])
+def test_names_of_variables_are_read_in_any_spelling(value: str) -> None:
+    assert mask_secrets(f"it is {value}") == "it is ***"
+
+
+def test_a_cut_leaves_no_half_of_a_secret() -> None:
+    secret = "in-the-environment-Pa55word"
+    for length in range(700, 760):
+        for describe in (UserError, lambda text: describe_error(ValueError(text))):
+            shown = str(describe("x " * (length // 2) + secret + " y" * 1000))
+            assert "in-the" not in shown and "word" not in shown
 
 
 def test_an_error_is_one_short_line() -> None:
@@ -121,6 +179,21 @@ def test_settings_keep_what_is_no_secret() -> None:
         **kept,
         "api_key": "***",
         "headers": {"Authorization": "***", "X-Org": "z"},
+    }
+
+
+def test_everything_below_the_name_of_a_secret_is_masked() -> None:
+    settings = {
+        "token": ["x", 3],
+        "password": {"value": "x"},
+        "headers": [["X-Api-Key", "x"], ["X-Org", "z"]],
+        "http://user:x@host": 1,
+    }
+    assert mask_settings(settings) == {
+        "token": ["***", 3],
+        "password": {"value": "***"},
+        "headers": [["X-Api-Key", "***"], ["X-Org", "z"]],
+        "http://***@host": 1,
     }
 
 
@@ -274,6 +347,21 @@ def test_commands_print_names_and_contents_of_files_as_they_are(tmp_path: Path) 
         assert not set(CONTROLS) & set(printed), words
         assert "Traceback" not in printed and status[0] in (0, 1, 2)
     assert escape_controls(text) in printed
+
+
+def test_a_traceback_holds_no_secrets_and_no_control_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python prints an error that nobody expected once the command has ended."""
+
+    def fail(arguments: list[str]) -> None:
+        raise ArithmeticError("http://user:Pa55word@host \x1b[2J")
+
+    monkeypatch.setattr(command_line, "dispatch_command", fail)
+    with captured_command("runs") as (output, status):
+        printed = output.getvalue()
+    assert status[0] == 1 and "Traceback" in printed
+    assert "ArithmeticError: http://***@host \\x1b[2J" in printed and "Pa55word" not in printed
 
 
 def test_names_that_are_no_text_are_printed_and_refused_as_words(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import httpx
 
 from spectrain.config.environment import inherited_environment
 from spectrain.errors import RunError, UserError
+from spectrain.output.text import mask_secrets
 from spectrain.servers.commands import EngineCommand, EngineLaunch
 
 from ..servers.base import Server
@@ -186,7 +187,7 @@ def explain_log(text: str) -> str:
         shown = [match[0], *lines[failures[-1] + 1 : failures[-1] + 1 + count]]
     else:
         shown = lines[-3:]
-    explanation = " ".join(shown)
+    explanation = mask_secrets(" ".join(shown))
     return (
         explanation
         if len(explanation) <= MAX_EXPLANATION

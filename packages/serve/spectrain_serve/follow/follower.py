@@ -387,7 +387,8 @@ class TrafficFollower:
         """
         self.ledger.flush()
         self.reservoir.delete_expired(self.now())
-        self.folder.delete_conversations(self.reservoir.retention_seconds)
+        # What cannot be deleted in a candidate's folder must not keep what is new off the disk.
+        self.attempt(self.delete_copies)
         self.reservoir.save(self.folder.recorded)
         if self.is_old_fixed and self.settings.old is None and not self.folder.old.exists():
             self.write_old()
@@ -395,6 +396,10 @@ class TrafficFollower:
         if isinstance(self.recorder, RequestLogs):
             self.recorder.save_positions()
         write_text(self.folder.status, json.dumps(self.describe(), indent=2) + "\n")
+
+    def delete_copies(self) -> None:
+        """Delete the conversations in folders of candidates that are past their retention time."""
+        self.folder.delete_conversations(self.reservoir.retention_seconds)
 
     def describe(self) -> dict[str, Any]:
         """Return what the status command and the page show."""

@@ -150,8 +150,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         application = self.app
         num_hosts = sum(name == b"host" for name, _ in self.headers)
-        # HTTP/1.1 has exactly one Host header (RFC 9112, section 3.2).
-        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+        # HTTP/1.1 has exactly one Host header (RFC 9112, section 3.2), and 1.0 may have none.
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             self.app = refuse_hosts
         super().on_headers_complete()
         self.app = application

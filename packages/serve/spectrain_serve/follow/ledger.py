@@ -13,6 +13,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.files import iterate_lines, open_in_place, require_regular_file
+from spectrain.output.text import mask_settings
 
 from .clock import LATEST, read_date
 
@@ -31,9 +32,8 @@ class Ledger:
         """Record a decision; a failure to write it raises nothing, and it is written with the
         next one.
         """
-        self._waiting.append(
-            json.dumps({"time": round(self.clock(), 3), "event": event, **numbers}, default=str)
-        )
+        entry = {"time": round(self.clock(), 3), "event": event, **mask_settings(numbers)}
+        self._waiting.append(json.dumps(entry, default=str))
         self.flush()
 
     def flush(self) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -153,7 +154,10 @@ class OwnEngine:
             Route("/swap_drafter", self.swap_drafter, methods=["POST"]),
         ]
         limits = ListenSettings()
-        application: Any = Starlette(routes=routes, exception_handlers={Refusal: answer_refusal})
+        handlers: Any = {Refusal: answer_refusal, HTTPException: answer_unknown}
+        application: Any = Starlette(routes=routes, exception_handlers=handlers)
+        # A path with a slash more is another one; what it would lead to stands in the Host header.
+        application.router.redirect_slashes = False
         return BoundedApplication(
             application, limits.max_body_bytes, limits.max_total_bytes, MAX_ENGINE_REQUESTS
         )
@@ -183,7 +187,8 @@ class OwnEngine:
 
     async def complete(self, request: Request) -> Response:
         """Answer a prompt."""
-        is_chat = request.url.path.endswith("chat/completions")
+        # The request's address also holds Host and query, which may be malformed.
+        is_chat = request.scope["path"].endswith("chat/completions")
         content = await request.body()
         loop = asyncio.get_running_loop()
         async with self._tokenizing if len(content) > BIG_BODY else nullcontext():
@@ -233,6 +238,12 @@ class OwnEngine:
             messages = [message.to_message() for message in body.messages]
             arguments = check_template_arguments(body.chat_template_kwargs, "request")
             template = self.thread.target.template
+            unread = next((name for name in arguments if not template.reads(name)), None)
+            if unread is not None:
+                raise UserError(
+                    f"chat_template_kwargs.{unread[:60]}: the chat template of this model does not "
+                    "read it; leave it out"
+                )
             prompt_ids = tokenize_prompt(
                 template, Conversation(messages, None, body.documents, arguments)
             )
@@ -353,6 +364,16 @@ async def answer_refusal(request: Request, refusal: Exception) -> Response:
     """Answer a request that is refused."""
     assert isinstance(refusal, Refusal)
     return error_response(refusal.status, str(refusal))
+
+
+async def answer_unknown(request: Request, error: Exception) -> Response:
+    """Answer a request with a path or a method that this engine does not have."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return error_response(405, "this path takes another method; docs/follow.md lists them")
+    return error_response(
+        error.status_code, "this engine has no such path; send requests to /v1/chat/completions"
+    )
 
 
 def error_response(status: int, message: str) -> Response:

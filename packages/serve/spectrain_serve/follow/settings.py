@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,7 @@ from spectrain.config.values import Count, Number, Positive, Share
 from spectrain.errors import UserError
 
 RECORDED_ROUTES = ("/v1/chat/completions", "/v1/completions")
+PORT = re.compile("[0-9]{1,5}")
 
 
 @dataclass
@@ -49,7 +51,7 @@ class ListenSettings:
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not PORT.fullmatch(port) or not 1 <= int(port) <= 65535:
             raise UserError(
                 f"follow.listen={self.listen}: give an address and a port, as in 127.0.0.1:9000"
             )

@@ -264,6 +264,18 @@ def test_the_old_set_is_written_once_there_is_space(
     assert len(follower.folder.old.read_text().splitlines()) == 16
 
 
+def test_a_copy_that_cannot_be_deleted_keeps_nothing_off_the_disk(
+    follower: TrafficFollower,
+) -> None:
+    """What stands in a candidate's folder may be no file; the failure is in the ledger."""
+    (follower.folder.candidates / "0001" / "new.jsonl").mkdir(parents=True)
+    (follower.folder.candidates / "0001" / "seen.json").write_text("0")
+    send_requests(follower, 2, 5)
+    follower.save()
+    assert len(follower.folder.recorded.read_text().splitlines()) == len(follower.reservoir) > 0
+    assert follower.folder.status.exists() and list_events(follower)[-1] == "error"
+
+
 def test_what_was_recorded_is_saved_before_a_training_is_stopped(
     follower: TrafficFollower, tmp_path: Path
 ) -> None:

@@ -129,6 +129,13 @@ def test_a_request_names_one_host(
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_request_without_a_version_is_refused(address: tuple[str, int]) -> None:
+    """HTTP/0.9 had neither headers nor a status."""
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"GET /v1/models\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
 def test_half_of_a_second_request_is_refused_too(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection:
         connection.sendall(COMPLETE.replace(b"POST", b"GET"))

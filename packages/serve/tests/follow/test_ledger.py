@@ -29,6 +29,15 @@ def test_entries_come_back_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
     }
 
 
+def test_no_secret_of_a_message_is_recorded(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record(
+        "error", message="http://user:Pa55word@host/v1?token=Pa55word", api_key="Pa55word"
+    )
+    (entry,) = read_ledger(tmp_path / "ledger.jsonl")
+    assert entry["message"] == "http://***@host/v1?token=***" and entry["api_key"] == "***"
+
+
 def test_a_full_disk_leaves_the_file_and_the_entries_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

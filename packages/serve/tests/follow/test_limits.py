@@ -5,8 +5,12 @@ by a clock that jumps.
 import re
 from pathlib import Path
 
+import pytest
+
+from spectrain.errors import UserError
 from spectrain_serve.follow.limits import format_tables
 from spectrain_serve.follow.requests import COMPUTED_PATHS, READ_PATHS, STORED_PATHS
+from spectrain_serve.follow.settings import ListenSettings
 
 ROOT = Path(__file__).parents[4]
 DATES = {
@@ -49,3 +53,12 @@ def test_durations_and_ages_use_a_clock_that_does_not_jump() -> None:
             if uses and not is_link and not SKIPPED & {*path.relative_to(ROOT).parts}:
                 found[str(path.relative_to(ROOT))] = len(uses)
     assert found == DATES
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["9000", ":9000", "host:", "host:0", "host:65536", "host:\u00b2", "host:" + "9" * 5000],
+)
+def test_an_address_without_a_port_that_exists_is_refused(listen: str) -> None:
+    with pytest.raises(UserError, match="give an address and a port"):
+        ListenSettings(listen=listen)

@@ -14,6 +14,7 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain_serve.follow import own_engine
+from spectrain_serve.follow.completion_body import parse_completion
 from spectrain_serve.follow.own_engine import EngineOptions, OwnEngine
 
 KEY = "a-key-of-the-tests-0123"
@@ -137,6 +138,63 @@ def test_documents_that_the_template_does_not_show_are_refused(
     body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "a"}]}
     (reply,), _ = send(("/v1/chat/completions", json.dumps(body).encode(), {}))
     assert reply.status_code == (200 if shows else 400) and ("documents: " in reply.text) != shows
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_template_arguments_that_nothing_reads_are_refused(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = SimpleNamespace(reads=lambda name: reads)
+    monkeypatch.setattr(own_engine, "tokenize_prompt", lambda *arguments: [1] * 4)
+    engine: Any = SimpleNamespace(thread=SimpleNamespace(target=SimpleNamespace(template=template)))
+    body = parse_completion(
+        b'{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"a": 1}}', True
+    )
+    if reads:
+        assert OwnEngine.tokenize(engine, body) == [1] * 4
+        return
+    with pytest.raises(UserError, match=r"^chat_template_kwargs\.a: the chat template of this"):
+        OwnEngine.tokenize(engine, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/completions", 200),
+        ("/v1/completions/", 404),
+        ("/v1/load_lora_adapter", 404),
+        ("/docs", 404),
+        ("/health", 405),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[", "x/chat/completions?"])
+def test_paths_are_read_whatever_host_and_query_hold(path: str, status: int, host: str) -> None:
+    """The address of a request is made of its Host header and its query too, and bytes of a query
+    may be no text."""
+    thread: Any = NotedThread()
+    application = OwnEngine(thread, "spectrain", KEY).make_application()
+    body = b'{"prompt": "Hi"}'
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def note(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"\xff",
+        "headers": [(b"host", host.encode())],
+    }
+    asyncio.run(application(scope, receive, note))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    answer = json.loads(b"".join(message.get("body", b"") for message in sent))
+    assert ("error" in answer) == (status != 200)
 
 
 def test_another_model_is_not_served() -> None:
