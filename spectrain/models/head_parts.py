@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from spectrain.errors import UserError
 
 from .architectures.quantized import Quantization
+from .check import check_weights
 from .checkpoint_files import CheckpointFiles
 from .sharding import Sharding, select_auto_class
 from .target import Target
@@ -88,6 +89,7 @@ def load_head(target: Target, files: CheckpointFiles, device: str) -> None:
                 "files, or it is quantized; use target.parts=all"
             )
         part.to(device)
+    check_weights(target.model, f"target {target.name}")
 
 
 def map_names(model: Any, files: CheckpointFiles) -> dict[str, str]:

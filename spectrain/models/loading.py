@@ -41,12 +41,13 @@ from .bundled import (
     load_block_network,
     load_tiny_tokenizer,
 )
-from .check import check_exact, check_vision, check_weights
-from .checkpoint_files import CheckpointFiles, check_index
+from .check import check_exact, check_vision
+from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import check_hub, explain_load_failure, suggest_package
-from .model_sizes import check_model_directory, check_shape, is_number
+from .model_sizes import check_shape, is_number
+from .pretrained import check_model_files
 from .published import MODELS, locate_model
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
@@ -307,7 +308,6 @@ def load_hf(
     if reads_weights and parts == "head":
         with explain_load_failure(model):
             load_head(target, CheckpointFiles.open_model(location, revision), device)
-            check_weights(target.model, f"target {target.name}")
     elif reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(
@@ -361,8 +361,6 @@ def check_path(model: str, path: Path, needs_weights: bool) -> None:
                 f"target.model={model}: the directory holds no weights (*.safetensors); save the "
                 "model there first, or name the file where it is a .gguf"
             )
-        if needs_weights:
-            check_index(path)
     elif path.is_absolute() or model.startswith("."):
         raise UserError(
             f"target.model={model}: there is no such directory; give a model directory or a name "
@@ -374,7 +372,7 @@ def load_config(model: str, path: Path, **hub: Any) -> Any:
     """Load the configuration of a model, whose directory is `path` where it has one; raise
     UserError for what no model has.
     """
-    check_model_directory(path)
+    check_model_files(path)
     if not path.exists():
         check_hub(model)
     config = AutoConfig.from_pretrained(model, **hub)

@@ -30,6 +30,7 @@ from spectrain.errors import UserError, first_line
 
 from .checked_tensors import open_tensors
 from .checkpoint_files import INDEX_FILE, SINGLE_FILE, check_index, list_weight_files
+from .load_errors import describe_adapter
 from .model_sizes import check_model_directory
 
 REPORT_ROW = re.compile(
@@ -99,7 +100,20 @@ def check_model_files(model: str | Path) -> None:
     """
     folder = Path(model)
     check_model_directory(folder)
+    refuse_adapter(folder)
     check_index(folder)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise a UserError for a directory with an adapter: transformers would load the model that
+    the adapter's file names, from wherever that is, in place of the directory's.
+    """
+    if (folder / "adapter_config.json").is_file():
+        beside = (
+            "it holds a LoRA adapter beside a model, and adapter_config.json names another model "
+            "to load; merge the adapter, or delete that file"
+        )
+        raise UserError(f"{folder}: {describe_adapter(folder) or beside}")
 
 
 @contextmanager

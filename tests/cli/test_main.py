@@ -214,7 +214,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "comma in a number": (train_words("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
     "None for null": (train_words("data.limit=None"), ("data.limit=None", "write null")),
     "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
-    "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "true or false")),
+    "yes for true": (
+        train_words("trainer.packing=yess"),
+        ("trainer.packing=yess", "true or false"),
+    ),
     "flag misspelt": (("train", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
     "flag of runs misspelt": (("runs", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),

@@ -378,6 +378,13 @@ UNFIT_FILES: dict[str, tuple[Callable[[Weights], Any], Callable[[Path], Any], st
         lambda folder: os.mkfifo(folder / "x.json"),
         "this is no file",
     ),
+    "an adapter that names another model": (
+        lambda weights: None,
+        lambda folder: (folder / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/other"})
+        ),
+        "it holds a LoRA adapter beside a model",
+    ),
     "damaged settings": (
         lambda weights: None,
         lambda folder: (folder / "generation_config.json").write_text("{"),

@@ -4,6 +4,7 @@ it. Shapes: B batch, N nodes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,11 @@ from spectrain.randomness import SAMPLE
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .base import AcceptanceRule, Siblings, make_nodes
+
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by a much smaller one are infinite."""
+LEAST_TOP_P = 1e-6
+"""It keeps the most likely token alone, and what rounds to 0 would keep none."""
 
 
 class FixedChoice(AcceptanceRule):
@@ -80,16 +86,17 @@ class SamplingRule(AcceptanceRule):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise UserError(
-                f"acceptance.temperature={self.temperature}: use more than 0, or acceptance=greedy"
+                f"acceptance.temperature={self.temperature}: use {LEAST_TEMPERATURE:g} or more, or "
+                "acceptance=greedy"
             )
         if self.top_k < 0:
             raise UserError(
                 f"acceptance.top_k={self.top_k}: use 1 or more, or 0 for the whole vocabulary"
             )
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"acceptance.top_p={self.top_p}: use more than 0 and at most 1")
+        if not LEAST_TOP_P <= self.top_p <= 1:
+            raise UserError(f"acceptance.top_p={self.top_p}: use {LEAST_TOP_P:g} to 1")
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Return logits [..., V] after temperature, top-k and top-p."""

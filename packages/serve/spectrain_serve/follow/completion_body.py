@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance.matching import LEAST_TOP_P
 
 from .limits import MAX_MESSAGES, MAX_PROMPT_CHARACTERS
 from .requests import Refusal, parse_body
@@ -104,7 +105,7 @@ class CompletionBody(BaseModel):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     # Without one, decoding is greedy.
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=LEAST_TOP_P, le=1)] = 1.0
     # -1 and 0 sample from the whole vocabulary.
     top_k: Annotated[int, Field(ge=-1)] = 0
     seed: Seed | None = None

@@ -238,7 +238,7 @@ class OwnEngine:
             messages = [message.to_message() for message in body.messages]
             arguments = check_template_arguments(body.chat_template_kwargs, "request")
             template = self.thread.target.template
-            unread = next((name for name in arguments if not template.reads(name)), None)
+            unread = next((name for name in arguments if not (name and template.reads(name))), None)
             if unread is not None:
                 raise UserError(
                     f"chat_template_kwargs.{unread[:60]}: the chat template of this model does not "

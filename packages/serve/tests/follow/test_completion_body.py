@@ -22,7 +22,7 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 1.5, True, "5", [1], 1e300],
     "max_completion_tokens": [0, "5"],
     "temperature": [-0.1, 2.1, 1e308, 1e-9, True, "0.5", [0.5]],
-    "top_p": [0, -1, 1.1, True, "0.5"],
+    "top_p": [0, -1, 1.1, 1e-320, True, "0.5"],
     "top_k": [-2, 1.5, True, "5"],
     "seed": [1.5, "5", True, 2**63, -(2**70)],
     "stream": [1, 0, "true"],
