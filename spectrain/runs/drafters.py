@@ -20,6 +20,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.chat_template import ChatTemplate
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.layers.vocabulary import find_vocabulary_fault
 from spectrain.errors import RunError, UserError, describe_error
 from spectrain.export.adapters import require_plain_adapter
 from spectrain.export.converter import read_drafter
@@ -308,6 +309,11 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
                 f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier "
                 "checkpoint"
             )
+    fault = find_vocabulary_fault(weights)
+    if fault is not None:
+        raise UserError(
+            f"{directory / 'model.safetensors'}: {fault}; copy the drafter's files again"
+        )
     load_tensors(drafter, weights)
 
 

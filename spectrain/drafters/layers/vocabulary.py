@@ -8,7 +8,7 @@ predicts token t + 2 + k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class VocabularyDrafter(Drafter):
         self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
         # Until a vocabulary is chosen, its ids are the first ones.
         self.t2d[:size] = True
-        self.register_load_state_dict_post_hook(_check_vocabulary)
+        self.register_load_state_dict_post_hook(_check_range)
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """Return the cost of every module over all tokens, and of the logits of the draft
@@ -103,21 +103,36 @@ def judge_rows(
     )
 
 
-def _check_vocabulary(drafter: Any, _: Any) -> None:
+def _check_range(drafter: Any, _: Any) -> None:
     """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later
-    lookups would fail, if two drafts are one token, or if t2d marks other tokens than d2t names.
+    lookups would fail.
     """
     ids = drafter.draft_ids
     size = len(drafter.t2d)
-    fault = None
     if bool(((ids < 0) | (ids >= size)).any()):
-        fault = f"d2t: some ids are not among the target's {size} tokens"
-    elif len(ids.unique()) < len(ids):
-        fault = "d2t: two of its drafts are the same token"
-    elif not is_marked(ids, drafter.t2d):
-        fault = "t2d: it marks other tokens than those that d2t maps drafts to"
-    if fault is not None:
-        raise UserError(f"{fault}; copy the drafter's files again")
+        raise UserError(
+            f"d2t: some ids are not among the target's {size} tokens; copy the drafter's files "
+            "again"
+        )
+
+
+def find_vocabulary_fault(weights: Mapping[str, Tensor]) -> str | None:
+    """Describe how the draft vocabularies of a drafter's weights contradict themselves: two drafts
+    are one token, or t2d marks other tokens than d2t names. Return None if they do not.
+    """
+    for name, offsets in weights.items():
+        marks = weights.get(name.removesuffix("d2t") + "t2d")
+        if name.rpartition(".")[2] != "d2t" or marks is None:
+            continue
+        ids = offsets + torch.arange(len(offsets))
+        # Ids of no token are refused where they are loaded.
+        if bool(((ids < 0) | (ids >= len(marks))).any()):
+            continue
+        if len(ids.unique()) < len(ids):
+            return f"{name}: two of its drafts are the same token"
+        if not is_marked(ids, marks):
+            return f"{name.removesuffix('d2t')}t2d: it marks other tokens than those that d2t names"
+    return None
 
 
 def is_marked(ids: Tensor, marks: Tensor) -> bool:

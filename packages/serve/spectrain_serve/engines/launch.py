@@ -61,9 +61,13 @@ class RunningEngine:
             raise RunError(describe_end(self.server.name, self.process, self.log))
 
     def wait(self) -> None:
-        """Wait until the engine ends, which is a RunError."""
-        self.process.wait()
-        self.check_running()
+        """Wait until the engine ends, which is a RunError.
+
+        A wait without a limit would miss a signal that arrives just before it, and never end.
+        """
+        while True:
+            self.check_running()
+            time.sleep(POLL_SECONDS)
 
 
 @contextmanager
