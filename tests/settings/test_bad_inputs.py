@@ -25,7 +25,7 @@ from spectrain.data.readers import JsonlReader
 from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
-from spectrain.errors import RunError, UserError
+from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.card import format_row, render_card
 from spectrain.export.converter import read_drafter
@@ -167,7 +167,7 @@ def mark_other_token(tensors: dict[str, Any]) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
-    "not finite": (add_nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
+    "not finite": (add_nan, UserError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
     "of another width": (
         widen_tensors,
         UserError,
@@ -176,8 +176,8 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
     "fractions": (make_fractional, UserError, r"d2t holds fractions"),
     "not finite, in one byte": (
         add_nan_of_one_byte,
-        RunError,
-        r"heads\.0\.lm_head\.weight holds NaN",
+        UserError,
+        r"heads\.0\.lm_head\.weight holds 8-bit floats without",
     ),
     "integers": (make_whole, UserError, r"heads\.0\.lm_head\.weight holds no real numbers"),
     "complex": (make_complex, UserError, r"heads\.0\.lm_head\.weight holds no real numbers"),
