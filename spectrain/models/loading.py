@@ -111,6 +111,7 @@ def prepare_gguf(
         directory = prepare_dense_weights(path, device, dtype)
     else:
         directory = convert_gguf(path, None)
+        network = partial(plan_dense_network, path, network)
     return str(directory), directory, network
 
 
@@ -201,6 +202,20 @@ def read_block_network(gguf: Path, in_bytes: bool, *arguments: Any, **options: A
     network = load_block_network(gguf, "target", options["dtype"], in_bytes)
     network.config._attn_implementation = options["attn_implementation"]
     return network
+
+
+def plan_dense_network(gguf: Path, network: NetworkLoader, *arguments: Any, **options: Any) -> Any:
+    """Build the model of a GGUF file by `network`, without weights, for planning; raise UserError
+    where its tensors are not those that its keys describe, as loading does.
+    """
+    from .gguf_header import read_gguf_header
+    from .gguf_weights import is_read_here, match_tensors
+
+    built = network(*arguments, **options)
+    header = read_gguf_header(gguf)
+    if is_read_here(header, built):
+        match_tensors(header, built, "target.model")
+    return built
 
 
 def plan_block_network(gguf: Path, *arguments: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from spectrain.errors import UserError
 from spectrain.eval.transformers_baselines import _load_assistant
 from spectrain.models.bundled import convert_gguf, converted_directory
 from spectrain.models.checkpoint_files import INDEX_FILE
-from spectrain.models.loading import load_hf
+from spectrain.models.loading import build_meta_network, load_hf
 from spectrain.models.model_sizes import check_model_directory
 from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import Target
@@ -207,6 +207,8 @@ def test_a_gguf_file_without_a_tensor_is_not_converted(
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     with pytest.raises(UserError, match=f"^target.model={path}: {UP} is not among"):
         convert_gguf(path, torch.float32)
+    with pytest.raises(UserError, match=f"^target.model={path}: {UP} is not among"):
+        load_hf(str(path), network=build_meta_network)  # as plan does
     assert not converted_directory(path, torch.float32).exists()
 
 
