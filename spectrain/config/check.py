@@ -223,9 +223,11 @@ def check_recipe_fits(recipe: str, drafter: str) -> None:
     """
     recipes = {name: load_yaml(path) for name, path in choice_files("recipe").items()}
     target = list_constructors("drafter").get(drafter)
-    if recipe not in recipes or target is None:
+    allowed_keys = {} if target is None else settings_by_name(target)
+    # Nothing is known of a class whose module is not found; building it says so.
+    if recipe not in recipes or not allowed_keys:
         return
-    given = {*recipes[recipe].get("drafter", {})} - {*settings_by_name(target)}
+    given = {*recipes[recipe].get("drafter", {})} - {*allowed_keys}
     if given:
         fitting = [
             name
