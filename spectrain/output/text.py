@@ -17,8 +17,6 @@ ordinary text.
 # every letter of a long word, it would take as many steps as the square of its length.
 SCHEME = r"((?<![\w+.-])[\w+.-]+://)"
 URL_PASSWORD = re.compile(rf"{SCHEME}[^/\s\"]*@")
-# Behind a user's name, what is no port may hold slashes.
-URL_SLASHED_PASSWORD = re.compile(rf"{SCHEME}[^/\s\"@:\[]+:(?!\d+(?:[/?#\s'\"),\]]|$))[^\s\"]*@")
 SECRET_PARAMETER = re.compile(
     r"([?&#;](?:[\w.-]*(?:token|key|secret|password|passwd|passphrase|pwd|signature|credentials?|"
     r"session|auth|jwt)|sig|sid)=)[^\s&#;'\"]+",
@@ -86,8 +84,7 @@ def mask_secrets(text: str) -> str:
     """Return a text without passwords and keys in addresses, known tokens, named keys, and secrets
     of the environment.
     """
-    for pattern in (URL_PASSWORD, URL_SLASHED_PASSWORD):
-        text = pattern.sub(rf"\1{MASK}@", text)
+    text = URL_PASSWORD.sub(rf"\1{MASK}@", text)
     text = KNOWN_TOKEN.sub(MASK, PRIVATE_KEY.sub(rf"\1{MASK}", text))
     text = SECRET_HEADER.sub(_mask_header, BEARER.sub(rf"\1 {MASK}", text))
     for pattern in (ASSIGNED_SECRET, SECRET_PAIR):

@@ -57,7 +57,6 @@ SECRETS = {
     "environment": ("the value is in-the-environment-Pa55word", "the value is ***"),
     "longer value": ("in-the-environment-2-Pa55word", "***"),
     "sign in address": ("http://user:p@Pa55word@host/v1", "http://***@host/v1"),
-    "slash in address": ("http://user:p/Pa55word@host/v1", "http://***@host/v1"),
     "quote in address": ("http://user:p'Pa55word@host/v1", "http://***@host/v1"),
     "query": ("http://host/v1?limit=3&token=Pa55word", "http://host/v1?limit=3&token=***"),
     "key in query": ("http://host/follow?key=Pa55word&a=1", "http://host/follow?key=***&a=1"),
