@@ -175,10 +175,8 @@ def check_value(full: str, value: Any, key: SettingKey) -> Any:
     except ValidationError as error:
         if (missing := explain_missing(full, str(value))) is not None:
             raise UserError(missing) from error
-        remedy = suggest_remedy(value, hint).removeprefix("; ")
-        raise UserError(
-            f"{full}={shorten(value)}: {remedy or violation_text(error, hint)}"
-        ) from error
+        reason = suggest_remedy(value, hint).removeprefix("; ") or violation_text(error, hint)
+        raise UserError(f"{full}={shorten(value)}: {reason}") from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
     leaves = [*list_leaves(checked)]
