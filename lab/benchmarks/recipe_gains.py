@@ -238,11 +238,12 @@ def list_recipes() -> list[str]:
 
 
 def summarize_trainings(trainings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each recipe, rate, target and number of steps, over its seeds."""
+    """Return a row for each drafting recipe, rate, target and number of steps, over its seeds."""
     names = ("recipe", "rate", "target", "steps")
     order = {recipe: number for number, recipe in enumerate(list_recipes())}
     measured = sorted(
-        (row for row in trainings if "error" not in row),
+        # Recipes without drafts, such as a judge's, have nothing to count.
+        (row for row in trainings if "error" not in row and row["places"]),
         key=lambda row: (order[row["recipe"].split()[0]], *(row[name] for name in names)),
     )
     rows = []

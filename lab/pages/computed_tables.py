@@ -299,33 +299,37 @@ def rule_table(result: dict[str, Any]) -> str:
     return format_table(titles, rows)
 
 
-def own_rates_table(result: dict[str, Any]) -> str:
-    """Return tokens per forward after the same trainings with the rates that recipes name and with
-    `trainer.lr=auto`: means over the seeds that have both.
+def named_rates_table(result: dict[str, Any]) -> str:
+    """Return tokens per forward after the same trainings with a rate that was named as a number and
+    with the recipe's own, which is that of `trainer.lr=auto`: means over the seeds that have both.
     """
-    ends: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+    ends: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
     for row in result["trainings"]:
         if "error" not in row:
-            seeds = ends.setdefault((row["recipe"], row["steps"]), {})
-            seeds.setdefault(row["seed"], {})[row["rate"]] = row["end"]
+            rates = ends.setdefault((row["recipe"], row["steps"]), {})
+            rates.setdefault(row["rate"], {})[row["seed"]] = row["end"]
     rows = []
-    for (recipe, steps), seeds in sorted(ends.items()):
-        both = [by_rate for by_rate in seeds.values() if {"recipe", "auto"} <= by_rate.keys()]
-        if both:
-            own, auto = (
-                sum(by_rate[rate] for by_rate in both) / len(both) for rate in ("recipe", "auto")
+    for (recipe, steps), rates in sorted(ends.items()):
+        rule = rates.get("recipe", {})
+        for rate in rates:
+            shared = rule.keys() & rates[rate].keys()
+            if not shared or not rate[0].isdigit():
+                continue
+            named, auto = (
+                sum(seeds[seed] for seed in shared) / len(shared) for seeds in (rates[rate], rule)
             )
             rows.append(
                 [
                     f"`{recipe}`",
                     f"{steps}",
-                    f"{len(both)}",
-                    f"{own:.3f}",
+                    f"{len(shared)}",
+                    rate,
+                    f"{named:.3f}",
                     f"{auto:.3f}",
-                    f"{auto / own - 1:+.1%}",
+                    f"{auto / named - 1:+.1%}",
                 ]
             )
-    titles = ["recipe", "steps", "seeds", "rate of the recipe", "`auto`", "difference"]
+    titles = ["recipe", "steps", "seeds", "rate", "with it", "`auto`", "difference"]
     return format_table(titles, rows)
 
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from lab.benchmarks.recipe_gains import gain_interval, list_recipes, summarize_trainings
-from lab.pages.computed_tables import rule_table
+from lab.pages.computed_tables import named_rates_table, rule_table
 from spectrain.training.validation import interval_around
 
 INFLUENCES = [0.03, -0.01, -0.02, 0.004, -0.004]
@@ -45,9 +45,10 @@ def test_seeds_widen_the_interval_by_their_spread() -> None:
 
 
 def test_rows_are_means_over_seeds() -> None:
-    """A refused training is in no row, and the core's recipes come first."""
+    """A refused training and one without drafts are in no row; the core's recipes come first."""
     refused = {"recipe": "gkd", "rate": "recipe", "seed": 3, "error": "no memory"}
-    trainings = [make_training(0, 1.5), refused, make_training(1, 1.3, "eagle3")]
+    draftless = {**make_training(0, 1.0, "judge"), "places": 0}
+    trainings = [make_training(0, 1.5), refused, make_training(1, 1.3, "eagle3"), draftless]
     rows = summarize_trainings([*trainings, make_training(1, 1.4)])
     assert [row["recipe"] for row in rows] == ["eagle3", "gkd"]
     assert rows[1]["seeds"] == 2 and rows[1]["end"] == 1.45 and rows[1]["loss_at_end"] == 1.95
@@ -66,3 +67,15 @@ def test_the_rule_is_compared_with_its_best_multiple() -> None:
     ]
     last = rule_table({"rows": summarize_trainings(trainings)}).splitlines()[-1]
     assert last == "| `gkd` | 1.400 | 1.450 | 1.500 | -3.3% |"
+
+
+def test_the_rule_is_compared_with_rates_that_were_named() -> None:
+    """Over the seeds that have both."""
+    trainings = [
+        make_training(0, 1.4, rate="4e-3"),
+        make_training(1, 1.6, rate="4e-3"),
+        make_training(0, 1.47),
+        make_training(2, 1.2),
+    ]
+    last = named_rates_table({"trainings": trainings}).splitlines()[-1]
+    assert last == "| `gkd` | 40 | 1 | 4e-3 | 1.400 | 1.470 | +5.0% |"
