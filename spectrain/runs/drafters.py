@@ -309,11 +309,10 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
                 f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier "
                 "checkpoint"
             )
-    fault = find_vocabulary_fault(weights)
-    if fault is not None:
-        raise UserError(
-            f"{directory / 'model.safetensors'}: {fault}; copy the drafter's files again"
-        )
+    contradiction = find_vocabulary_fault(weights)
+    if contradiction is not None:
+        path = directory / "model.safetensors"
+        raise UserError(f"{path}: {contradiction}; copy the drafter's files again")
     load_tensors(drafter, weights)
 
 
