@@ -35,7 +35,7 @@ PRIVATE_KEY = re.compile(
 )
 BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE)
 SECRET_NAME = (
-    r"[\w-]*(?:api[-_]?key|(?:secret|access|private|control|account|encryption)[-_]?key|"
+    r"[\w-]*(?:api[-_]?key|(?:secret|access|private|account|encryption)[-_]?key|"
     r"(?:access|auth|api|hf|bearer|session|refresh|secret|security)[-_]?token|"
     r"secret|password|passwd|passphrase|authorization|credentials?|cookie)"
 )
@@ -67,7 +67,7 @@ ASSIGNED_VARIABLE = re.compile(
 )
 SECRET_KEY = re.compile(rf"(?:{SECRET_NAME}|token|auth|[\w-]*x-[\w-]*key)", re.IGNORECASE)
 SECRET_VARIABLE = re.compile(
-    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN$|API_?KEY|(_|^)(KEY|PWD|PAT|AUTH)$", re.IGNORECASE
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN$|API_?KEY|_PWD$|(_|^)(KEY|PAT|AUTH)$", re.IGNORECASE
 )
 
 MAX_MESSAGE = 1500

@@ -224,7 +224,7 @@ def test_a_source_may_keep_its_duplicates(tmp_path: Path) -> None:
         ({"data": "embedded", "weight": "two"},
             r"^data\.sources\[1\]\.weight=two: use a number above 0"),
         ({"data": "embedded", "limit": "x"},
-            r"^data\.sources\[1\]\.limit=x: input should be a valid integer"),
+            r"^data\.sources\[1\]\.limit=x: write a whole number"),
         ({"data": "embedded", "limit": 0}, r"^data\.sources\[1\]\.limit=0: use 1 or more"),
         ({"data": "jsonl", "path": "/nowhere.jsonl"},
             r"^data\.sources\[1\]\.path=/nowhere\.jsonl: there is no such file"),

@@ -148,11 +148,11 @@ def test_full_disk_keeps_the_previous_checkpoint(
     """
     save = checkpoints.save_tensors
 
-    def fill_disk(tensors: Any, path: Path, *args: Any) -> None:
+    def fill_disk(tensors: Any, path: Path, *args: Any) -> Any:
         if "step-000006" in str(path) and "optimizer" in str(path):
             Path(path).write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        save(tensors, path, *args)
+        return save(tensors, path, *args)
 
     monkeypatch.setattr(checkpoints, "save_tensors", fill_disk)
     with pytest.raises(UserError, match=r"step-000006.*disk is full.*resume=auto"):

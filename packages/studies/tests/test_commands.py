@@ -62,7 +62,7 @@ def test_words_that_stand_for_settings(command: str, words: str, expected: list[
         (["data", "audit", "target=tiny", "eval.promts=x"], ["eval.promts", "prompts"]),
         (["data", "audit", "target=tiny", "json=true"], ["json", "no such key"]),
         (["plan", "recipe=eagle3", "plan.json=true"], ["plan.json", "no such key"]),
-        (["plan", "recipe=eagle3", "plan.devices=many"], ["plan.devices=many", "integer"]),
+        (["plan", "recipe=eagle3", "plan.devices=many"], ["plan.devices=many", "whole number"]),
         (["plan", "recipe=eagle3", "plan.devices=0"], ["plan.devices=0"]),
         (["plan", "recipe=eagle3", "plan.devicegb=3"], ["plan.devicegb", "device_gb"]),
         (["plan", "recipe=eagle3", "plan.users=2 plan.context=3"], ["one pair of quotes"]),
